@@ -1,0 +1,153 @@
+"""Static configuration: frozen, hashable dataclasses, so that they can be static arguments of ``jax.jit``.
+
+`ModelConfig` describes a transformer whatever file it came from; `jaxspec.conversion` fills it. `SpecConfig` holds the
+parameters of speculation under SGLang's names, `SamplingParams` what a request asks of the sampler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+
+class ConfigError(ValueError):
+    """A parameter or a combination of parameters that cannot work; the message says which, its value and the bound."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al. 2021, section 3.4) and its published rescalings.
+
+    ``kind`` is ``default``, ``linear`` (positions divided by `factor`), ``llama3`` (wavelength-dependent, Llama 3.1) or
+    ``yarn`` (Peng et al. 2023). ``attention_factor`` multiplies cos and sin (YaRN's mscale; 1 otherwise).
+    ``interleaved`` pairs neighbouring channels (DeepSeek checkpoints) instead of the two halves.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts: softmax routing (Qwen3-MoE) or DeepSeek-V3's sigmoid routing within groups."""
+
+    num_experts: int
+    num_experts_per_token: int
+    ffn_size: int
+    dense_layers: tuple[int, ...] = ()
+    normalize_weights: bool = True
+    scoring: str = "softmax"
+    num_groups: int = 1
+    num_groups_per_token: int = 1
+    num_shared_experts: int = 0
+    routed_scale: float = 1.0
+    group_score: str = "max"
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): low-rank queries and a shared latent for keys and values."""
+
+    kv_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    value_head_dim: int
+    query_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder-only transformer.
+
+    ``windows[i]`` is layer i's sliding window in positions (a query at p sees keys p-window+1 … p), None for full
+    attention; a layer with a window uses ``rope_local`` when that is given (Gemma 3). ``sandwich_norms`` adds norms
+    behind attention and MLP (Gemma 2/3), ``norm_plus_one`` scales by 1 + w. ``embedding_scale`` multiplies embeddings.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    max_positions: int
+    norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    rope_local: RopeConfig | None = None
+    windows: tuple[int | None, ...] = ()
+    activation: str = "silu"
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    norm_plus_one: bool = False
+    sandwich_norms: bool = False
+    embedding_scale: float = 1.0
+    attention_scale: float = 0.0
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    moe: MoEConfig | None = None
+    mla: MLAConfig | None = None
+    num_mtp_layers: int = 0
+    mtp_family: str | None = None
+    bos_token_id: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    architecture: str = ""
+
+    def __post_init__(self):
+        if not self.windows:
+            object.__setattr__(self, "windows", (None,) * self.num_layers)
+        if not self.attention_scale:
+            width = self.head_dim if self.mla is None else self.mla.nope_head_dim + self.mla.rope_head_dim
+            object.__setattr__(self, "attention_scale", width**-0.5)
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        if len(self.windows) != self.num_layers:
+            raise ConfigError(f"{len(self.windows)} attention windows for num_layers={self.num_layers}")
+
+    @property
+    def key_head_dim(self) -> int:
+        """Channels of one cached key head."""
+        return self.head_dim if self.mla is None else self.mla.nope_head_dim + self.mla.rope_head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Channels of one cached value head."""
+        return self.head_dim if self.mla is None else self.mla.value_head_dim
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether layer `layer` routes to experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers
+
+    def to_json(self) -> dict:
+        """Plain JSON types; `from_json` gives the same config back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict) -> ModelConfig:
+        """The inverse of `to_json`. Raises ConfigError for unknown keys."""
+        data = dict(data)
+        unknown = set(data) - {f.name for f in dataclasses.fields(cls)}
+        if unknown:
+            raise ConfigError(f"unknown keys in a model config: {sorted(unknown)}")
+        for key, kind in (("rope", RopeConfig), ("rope_local", RopeConfig), ("moe", MoEConfig), ("mla", MLAConfig)):
+            if isinstance(data.get(key), dict):
+                nested = dict(data[key])
+                if "dense_layers" in nested:
+                    nested["dense_layers"] = tuple(nested["dense_layers"])
+                data[key] = kind(**nested)
+        for key in ("windows", "stop_token_ids"):
+            if key in data:
+                data[key] = tuple(data[key])
+        return cls(**data)

@@ -1,0 +1,1 @@
+"""One drafter per algorithm, all behind the contract of `jaxspec.drafters.base`."""

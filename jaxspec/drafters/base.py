@@ -1,0 +1,181 @@
+"""The drafter contract: what an algorithm must provide so that the one round in `jaxspec.round` can use it.
+
+A drafter is a frozen dataclass: hashable, so that it can be a static argument of ``jit``, and without arrays, which live
+in its parameter tree and its state. All methods but `refresh` are pure and traceable with static shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from jaxspec.config import ModelConfig
+from jaxspec.kvcache import LayerKV, PagedKVCache
+from jaxspec.sampling import SamplingState
+from jaxspec.tree import DraftTree
+
+FINAL_NORM = -1
+"""The tap that stands for the output of the target's final norm; tap i >= 0 is the residual stream entering layer i
+(i = num_layers: what leaves the last layer), as in transformers' ``hidden_states[i]``."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "cache", "tokens", "bonus", "keys", "sampling"],
+    meta_fields=["config"],
+)
+@dataclasses.dataclass(frozen=True)
+class RoundContext:
+    """What a drafter may look at.
+
+    Attributes:
+      params: the target's parameter tree.
+      cache: the target's cache; its page table also serves the drafter's own pools, its `length` counts committed tokens.
+      tokens: prompt and output of every sequence; the last one, at index `length`, is the bonus token.
+      bonus: that token, the root of the tree to be proposed.
+      keys: one random key per sequence, fresh for this round.
+      sampling: the requests' sampling parameters.
+      config: the target's configuration (static).
+    """
+
+    params: Any
+    cache: PagedKVCache
+    tokens: Int[Array, "B max_len"]
+    bonus: Int[Array, " B"]
+    keys: PRNGKeyArray
+    sampling: SamplingState
+    config: ModelConfig
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tree", "state", "layers", "exact", "num_exact"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """What drafting gives.
+
+    Attributes:
+      tree: the draft tree.
+      state: the drafter's state.
+      layers: the target's pools, changed only by a drafter that runs the target itself (UNO).
+      exact: tokens that the target itself already chose while drafting (UNO's row 0); m = 0 for all others. Their KV is in
+        `layers`, they are emitted before the accepted path, and the last of them is the tree's root.
+      num_exact: how many of them each sequence has.
+    """
+
+    tree: DraftTree
+    state: Any
+    layers: tuple[LayerKV, ...]
+    exact: Int[Array, "B m"]
+    num_exact: Int[Array, " B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+    """Plain decoding, and the base of every other drafter: proposes nothing, keeps no state.
+
+    Class attributes say what the round must provide: `taps` (target features, concatenated in this order along the last
+    axis; `FINAL_NORM` or a hidden-state index), `lookahead` (next tokens that prefill needs).
+    """
+
+    name: ClassVar[str] = "NONE"
+    num_exact: ClassVar[int] = 0
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target features that `prefill` and `update` receive; empty for none."""
+        return ()
+
+    @property
+    def lookahead(self) -> int:
+        """How many tokens behind a prefill chunk `prefill` needs (EAGLE and MTP: 1)."""
+        return 0
+
+    @property
+    def slack(self) -> int:
+        """Slots beyond the committed length that a round may write."""
+        return 1
+
+    @property
+    def max_accept(self) -> int:
+        """Most tokens that one round can emit."""
+        return 1
+
+    def init(self, params, batch: int, num_pages: int, page_size: int, max_len: int, dtype) -> Any:
+        """A fresh state; every leaf has the batch in front or is a page pool."""
+        del params, batch, num_pages, page_size, max_len, dtype
+        return ()
+
+    def prefill(
+        self,
+        params,
+        state,
+        ctx: RoundContext,
+        tokens: Int[Array, "B C"],
+        following: Int[Array, "B lookahead"],
+        features: Float[Array, "B C E"] | None,
+        n_valid: Int[Array, " B"],
+    ) -> Any:
+        """Takes in one chunk of the prompt.
+
+        Args:
+          ctx: `ctx.cache.length` counts the tokens before this chunk.
+          tokens: the chunk; the first n_valid of each row are real.
+          following: the tokens behind the chunk: prompt tokens, or the first sampled token where the prompt ends.
+          features: the taps at the chunk's positions.
+          n_valid: may be 0: then the row's state must not change.
+        """
+        del params, ctx, tokens, following, features, n_valid
+        return state
+
+    def propose(self, params, state, ctx: RoundContext) -> Proposal:
+        """Drafts a tree whose root is `ctx.bonus`."""
+        del params
+        return self.proposal(chain_of(ctx.bonus), state, ctx)
+
+    def update(
+        self,
+        params,
+        state,
+        ctx: RoundContext,
+        accepted: Int[Array, "B A"],
+        features: Float[Array, "B A E"] | None,
+        n_accepted: Int[Array, " B"],
+    ) -> Any:
+        """Catches up with what the round committed ("draft extend").
+
+        Args:
+          ctx: as in the `propose` of this round: `ctx.cache.length` is the committed length *before* it.
+          accepted: the emitted tokens: accepted drafts, then the new bonus token.
+          features: the taps of the rows that chose them: features[:, i] belong to position length + i (counted behind
+            `exact` tokens), accepted[:, i] to the position after it.
+          n_accepted: how many of them count; 0 for a sequence that is done, whose state must not change.
+        """
+        del params, ctx, accepted, features, n_accepted
+        return state
+
+    def refresh(self, state, history) -> Any:
+        """Host work between programs (NGRAM's trie)."""
+        del history
+        return state
+
+    @staticmethod
+    def proposal(tree: DraftTree, state, ctx: RoundContext) -> Proposal:
+        """A proposal without exact tokens."""
+        batch = ctx.bonus.shape[0]
+        none = jnp.zeros((batch, 0), jnp.int32)
+        return Proposal(tree=tree, state=state, layers=ctx.cache.layers, exact=none, num_exact=jnp.zeros(batch, jnp.int32))
+
+
+def chain_of(root: Int[Array, " B"], *levels: Int[Array, " B"]) -> DraftTree:
+    """The chain root → levels[0] → levels[1] …"""
+    from jaxspec.tree import chain
+
+    return chain(jnp.stack([root, *levels], 1))

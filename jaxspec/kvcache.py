@@ -1,0 +1,167 @@
+"""The paged KV cache: pools of pages per layer, page tables per sequence, writes and compaction in place.
+
+Committed position p of a sequence lies in slot p % S of page ``page_table[b, p // S]``. Page 0 is scratch: whatever belongs to
+no sequence is written there and nothing is ever read from it. Pages are granted and freed by the host between
+programs (`PageAllocator`), never inside one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+SCRATCH_PAGE = 0
+
+
+class LayerKV(NamedTuple):
+    """One layer's pool: keys [P, S, K, Dk] and values [P, S, K, Dv]."""
+
+    k: Float[Array, "P S K Dk"]
+    v: Float[Array, "P S K Dv"]
+
+
+class Slots(NamedTuple):
+    """Where T entries of every sequence are written: page and slot, scratch for entries that belong nowhere."""
+
+    page: Int[Array, "B T"]
+    slot: Int[Array, "B T"]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["layers", "page_table", "length"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class PagedKVCache:
+    """A model's cache. One array per layer, never stacked (a scan over stacked pools would copy them).
+
+    Attributes:
+      layers: one `LayerKV` per layer.
+      page_table: pages of every sequence, in order; entries that were not granted are page 0.
+      length: committed tokens; the bonus token, whose KV is not yet written, is not counted.
+    """
+
+    layers: tuple[LayerKV, ...]
+    page_table: Int[Array, "B N"]
+    length: Int[Array, " B"]
+
+    @property
+    def page_size(self) -> int:
+        """S: positions per page."""
+        return self.layers[0].k.shape[1]
+
+
+def init_layers(
+    num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, key_dim: int, value_dim: int, dtype
+) -> tuple[LayerKV, ...]:
+    """Zeroed pools: `jnp.empty` may hold NaN, and a masked NaN is still a NaN after a product with 0."""
+    shape = (num_pages, page_size, num_kv_heads)
+    return tuple(
+        LayerKV(jnp.zeros((*shape, key_dim), dtype), jnp.zeros((*shape, value_dim), dtype)) for _ in range(num_layers)
+    )
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that `tokens` positions take."""
+    return -(-tokens // page_size)
+
+
+def find_slots(page_table: Int[Array, "B N"], page_size: int, index: Int[Array, "B T"], valid: Bool[Array, "B T"]) -> Slots:
+    """Page and slot of each position in `index`; invalid entries and positions past the table go to the scratch page."""
+    column = index // page_size
+    inside = valid & (index >= 0) & (column < page_table.shape[1])
+    page = jnp.take_along_axis(page_table, jnp.clip(column, 0, page_table.shape[1] - 1), 1)
+    return Slots(jnp.where(inside, page, SCRATCH_PAGE), jnp.where(inside, index % page_size, 0))
+
+
+def write(layer: LayerKV, slots: Slots, k: Float[Array, "B T K Dk"], v: Float[Array, "B T K Dv"]) -> LayerKV:
+    """Writes new keys and values; in place when the pool is donated."""
+    return LayerKV(
+        layer.k.at[slots.page, slots.slot].set(k.astype(layer.k.dtype)),
+        layer.v.at[slots.page, slots.slot].set(v.astype(layer.v.dtype)),
+    )
+
+
+def compact(
+    layers: tuple[LayerKV, ...],
+    page_table: Int[Array, "B N"],
+    base: Int[Array, " B"],
+    path: Int[Array, "B A"],
+    count: Int[Array, " B"],
+) -> tuple[LayerKV, ...]:
+    """Moves the KV of an accepted path to the front of the window: slot base + path[i] to base + i for i < count.
+
+    A path's indices rise, so path[i] >= i; all sources are read before any is written.
+    """
+    size = layers[0].k.shape[1]
+    order = jnp.arange(path.shape[1])[None]
+    moved = (order < count[:, None]) & (path >= 0)
+    source = find_slots(page_table, size, base[:, None] + path, moved)
+    target = find_slots(page_table, size, base[:, None] + order, moved)
+    return tuple(write(layer, target, layer.k[source.page, source.slot], layer.v[source.page, source.slot]) for layer in layers)
+
+
+class OutOfPages(RuntimeError):
+    """The pool has fewer free pages than were asked for."""
+
+
+class PageAllocator:
+    """Host-side book-keeping of a pool: free + owned + shared = total, page 0 excluded.
+
+    A page granted to one owner is *owned*, one with several references (a shared prefix) *shared*.
+    """
+
+    def __init__(self, num_pages: int):
+        if num_pages < 2:
+            raise ValueError(f"a pool needs the scratch page and at least one more; num_pages={num_pages}")
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, SCRATCH_PAGE, -1))
+        self._references: dict[int, int] = {}
+
+    @property
+    def total(self) -> int:
+        """Pages that can be granted."""
+        return self.num_pages - 1
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    @property
+    def owned(self) -> int:
+        """Pages with one holder."""
+        return sum(1 for n in self._references.values() if n == 1)
+
+    @property
+    def shared(self) -> int:
+        """Pages with several holders."""
+        return sum(1 for n in self._references.values() if n > 1)
+
+    def allocate(self, count: int) -> list[int]:
+        """Grants `count` pages or raises OutOfPages and grants none."""
+        if count > len(self._free):
+            raise OutOfPages(f"{count} pages wanted, {len(self._free)} of {self.total} are free")
+        pages = [self._free.pop() for _ in range(count)]
+        self._references.update(dict.fromkeys(pages, 1))
+        return pages
+
+    def share(self, pages: list[int]) -> None:
+        """Adds a holder to pages that are already granted."""
+        for page in pages:
+            if page not in self._references:
+                raise ValueError(f"page {page} is not granted to anyone")
+        for page in pages:
+            self._references[page] += 1
+
+    def release(self, pages: list[int]) -> None:
+        """Drops one holder of each page; a page without holders is free again."""
+        for page in pages:
+            if page not in self._references:
+                raise ValueError(f"page {page} is not granted to anyone")
+            self._references[page] -= 1
+            if not self._references[page]:
+                del self._references[page]
+                self._free.append(page)

@@ -1,0 +1,216 @@
+"""A decoder-only transformer over a nested-dict Flax parameter tree: Llama, Mistral, Qwen2/3, Qwen3-MoE, Phi-3, Gemma 2/3.
+
+Every weight is declared once, in `param_shapes`; conversion, random initialisation and the forward agree on it. A layer
+takes `attend` as an argument: paged for decoding, dense causal for `jaxspec.forward` and training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.config import ModelConfig
+from jaxspec.models.layers import (
+    activation,
+    apply_rope,
+    dense,
+    gated_mlp,
+    rms_norm,
+    rope_angles,
+    split_qkv,
+)
+
+# attend(layer_cache, q [B,T,H,Dk], k [B,T,K,Dk], v [B,T,K,Dv], *, scale, window, softcap) -> (out [B,T,H,Dv], layer_cache)
+Attend = Callable[..., tuple[Array, Any]]
+
+FINAL_NORM = -1
+
+
+class Output(NamedTuple):
+    """What a forward gives: the final norm's output [B,T,E], the taps concatenated [B,T,n·E] or None, the caches."""
+
+    hidden: Array
+    features: Array | None
+    layers: tuple
+
+
+def layer_shapes(config: ModelConfig, layer: int) -> dict:
+    """Shapes of one decoder layer's parameters."""
+    E, F, H, K, D = config.hidden_size, config.ffn_size, config.num_heads, config.num_kv_heads, config.head_dim
+    qkv = {"kernel": (E, (H + 2 * K) * D)}
+    out = {"kernel": (H * D, E)}
+    if config.qkv_bias:
+        qkv["bias"] = ((H + 2 * K) * D,)
+    if config.out_bias:
+        out["bias"] = (E,)
+    attention = {"qkv": qkv, "out": out}
+    if config.qk_norm:
+        attention |= {"q_norm": {"scale": (D,)}, "k_norm": {"scale": (D,)}}
+    shapes = {"input_norm": {"scale": (E,)}, "attention": attention}
+    if config.sandwich_norms:
+        shapes |= {"post_attention_norm": {"scale": (E,)}, "post_mlp_norm": {"scale": (E,)}}
+    shapes["mlp_norm"] = {"scale": (E,)}
+    if config.is_moe_layer(layer):
+        shapes["moe"] = moe_shapes(config)
+    else:
+        mlp = {"gate_up": {"kernel": (E, 2 * F)}, "down": {"kernel": (F, E)}}
+        if config.mlp_bias:
+            mlp["gate_up"]["bias"], mlp["down"]["bias"] = (2 * F,), (E,)
+        shapes["mlp"] = mlp
+    return shapes
+
+
+def moe_shapes(config: ModelConfig) -> dict:
+    """Shapes of a mixture of experts: experts stacked in front (X), gate and up fused."""
+    X, E, F = config.moe.num_experts, config.hidden_size, config.moe.ffn_size
+    return {
+        "router": {"kernel": (E, X)},
+        "experts": {"gate_up": {"kernel": (X, E, 2 * F)}, "down": {"kernel": (X, F, E)}},
+    }
+
+
+def param_shapes(config: ModelConfig) -> dict:
+    """The whole parameter tree as shapes: nested dicts with Linen's names, tuples of ints as leaves."""
+    E, V = config.hidden_size, config.vocab_size
+    shapes = {
+        "embedder": {"embedding": (V, E)},
+        "layers": {str(i): layer_shapes(config, i) for i in range(config.num_layers)},
+        "final_norm": {"scale": (E,)},
+    }
+    if not config.tie_embeddings:
+        shapes["head"] = {"kernel": (E, V)}
+    return shapes
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> dict:
+    """Random parameters of the right shapes: normal kernels with variance 1 / fan-in, scales of (an effective) one."""
+    paths, tree = jax.tree_util.tree_flatten_with_path(param_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+
+    def leaf(path, shape, key):
+        name = path[-1].key
+        if name == "scale":
+            return jnp.full(shape, 0.0 if config.norm_plus_one else 1.0, dtype)
+        if name == "bias":
+            return jnp.zeros(shape, dtype)
+        fan_in = shape[-1] if name == "embedding" else shape[-2]
+        return (jax.random.normal(key, shape) * fan_in**-0.5).astype(dtype)
+
+    keys = jax.random.split(key, len(paths))
+    return jax.tree_util.tree_unflatten(tree, [leaf(p, s, k) for (p, s), k in zip(paths, keys, strict=True)])
+
+
+def embed(params: dict, config: ModelConfig, tokens: Int[Array, "B T"], dtype=None) -> Float[Array, "B T E"]:
+    """Token embeddings, scaled as the model wants them (Gemma: the scale is rounded to the stored type first)."""
+    table = params["embedder"]["embedding"]
+    x = table[tokens]
+    x = x if dtype is None else x.astype(dtype)
+    return x if config.embedding_scale == 1.0 else x * jnp.asarray(config.embedding_scale, x.dtype)
+
+
+def unembed(params: dict, config: ModelConfig, hidden: Float[Array, "*R E"]) -> Float[Array, "*R V"]:
+    """Next-token logits in float32 from the final norm's output."""
+    if config.tie_embeddings:
+        logits = hidden @ params["embedder"]["embedding"].astype(hidden.dtype).T
+    else:
+        logits = dense(hidden, params["head"])
+    logits = logits.astype(jnp.float32)
+    cap = config.logit_softcap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def mixture_of_experts(x: Float[Array, "B T E"], moe: dict, config: ModelConfig) -> Float[Array, "B T E"]:
+    """Softmax routing to the best num_experts_per_token experts (Qwen3-MoE); every expert runs, unchosen ones weigh 0.
+
+    A row's result does not depend on which other rows share the batch.
+    """
+    scores = jax.nn.softmax(dense(x, moe["router"]).astype(jnp.float32), axis=-1)
+    weights, chosen = jax.lax.top_k(scores, config.moe.num_experts_per_token)
+    if config.moe.normalize_weights:
+        weights = weights / weights.sum(-1, keepdims=True)
+    combine = jnp.sum(jax.nn.one_hot(chosen, config.moe.num_experts) * weights[..., None], axis=-2).astype(x.dtype)
+    return run_experts(x, moe["experts"], combine, config.activation)
+
+
+def run_experts(x: Float[Array, "B T E"], experts: dict, combine: Float[Array, "B T X"], act: str) -> Float[Array, "B T E"]:
+    """Σ over experts of their weight times their gated MLP."""
+    gate, up = jnp.split(jnp.einsum("BTE,XEF->BTXF", x, experts["gate_up"]["kernel"].astype(x.dtype)), 2, axis=-1)
+    hidden = activation(act, gate) * up * combine[..., None]
+    return jnp.einsum("BTXF,XFE->BTE", hidden, experts["down"]["kernel"].astype(x.dtype))
+
+
+def attention_block(
+    x: Float[Array, "B T E"], params: dict, config: ModelConfig, window: int | None, angles, attend: Attend, cache
+) -> tuple[Float[Array, "B T E"], Any]:
+    """Projections, q/k norms, rotary embedding, attention, output projection."""
+    q, k, v = split_qkv(dense(x, params["qkv"]), config)
+    if config.qk_norm:
+        q = rms_norm(q, params["q_norm"], config.norm_eps, config.norm_plus_one)
+        k = rms_norm(k, params["k_norm"], config.norm_eps, config.norm_plus_one)
+    q, k = apply_rope(q, angles), apply_rope(k, angles)
+    out, cache = attend(cache, q, k, v, scale=config.attention_scale, window=window, softcap=config.attention_softcap)
+    return dense(out.reshape(*x.shape[:2], -1), params["out"]), cache
+
+
+def decoder_layer(
+    x: Float[Array, "B T E"], params: dict, config: ModelConfig, layer: int, angles, attend: Attend, cache
+) -> tuple[Float[Array, "B T E"], Any]:
+    """One pre-norm layer; with `sandwich_norms` the outputs of attention and MLP are normed before they are added."""
+
+    def norm(y, name):
+        return rms_norm(y, params[name], config.norm_eps, config.norm_plus_one)
+
+    with jax.named_scope("attention"):
+        y, cache = attention_block(
+            norm(x, "input_norm"), params["attention"], config, config.windows[layer], angles, attend, cache
+        )
+        x = x + (norm(y, "post_attention_norm") if config.sandwich_norms else y)
+    with jax.named_scope("mlp"):
+        y = norm(x, "mlp_norm")
+        if "moe" in params:
+            y = mixture_of_experts(y, params["moe"], config)
+        else:
+            y = gated_mlp(y, params["mlp"], config.activation)
+        return x + (norm(y, "post_mlp_norm") if config.sandwich_norms else y), cache
+
+
+def layer_angles(config: ModelConfig, positions: Int[Array, "B T"]) -> list:
+    """Rotary angles for every layer: local ones (Gemma 3) where a layer has a window and the model says so."""
+    dim = config.head_dim if config.mla is None else config.mla.rope_head_dim
+    full = rope_angles(config.rope, dim, positions)
+    local = full if config.rope_local is None else rope_angles(config.rope_local, dim, positions)
+    return [full if window is None else local for window in config.windows]
+
+
+def decode(
+    params: dict,
+    config: ModelConfig,
+    x: Float[Array, "B T E"],
+    positions: Int[Array, "B T"],
+    attend: Attend,
+    layers: Sequence[Any],
+    taps: tuple[int, ...] = (),
+) -> Output:
+    """Runs all layers on embeddings.
+
+    Args:
+      params: the parameter tree.
+      config: the model.
+      x: what enters layer 0 (`embed`).
+      positions: logical positions, for the rotary embedding.
+      attend: writes keys and values and attends; see `Attend`.
+      layers: what `attend` threads through, one entry per layer.
+      taps: which features to return: i is the residual stream entering layer i, `FINAL_NORM` the output of the last norm.
+    """
+    angles = layer_angles(config, positions)
+    stream, updated = [x], []
+    for i in range(config.num_layers):
+        x, cache = decoder_layer(x, params["layers"][str(i)], config, i, angles[i], attend, layers[i])
+        stream.append(x)
+        updated.append(cache)
+    hidden = rms_norm(x, params["final_norm"], config.norm_eps, config.norm_plus_one)
+    tapped = [hidden if t == FINAL_NORM else stream[t] for t in taps]
+    return Output(hidden, jnp.concatenate(tapped, -1) if tapped else None, tuple(updated))

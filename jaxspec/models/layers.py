@@ -1,0 +1,103 @@
+"""The pieces of a decoder layer as pure functions over nested-dict parameter trees (axis letters: `jaxspec.__init__`)."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.config import ModelConfig, RopeConfig
+
+
+def dense(x: Float[Array, "*R I"], layer: dict) -> Float[Array, "*R O"]:
+    """x @ kernel + bias: the one place through which every product with a weight goes.
+
+    ``kernel`` is an array [in, out] or a pair {"q": int8 [in, out], "scale": [out]}.
+    """
+    kernel = layer["kernel"]
+    if isinstance(kernel, dict):
+        y = (x @ kernel["q"].astype(x.dtype)) * kernel["scale"].astype(x.dtype)
+    else:
+        y = x @ kernel.astype(x.dtype)
+    return y + layer["bias"].astype(x.dtype) if "bias" in layer else y
+
+
+def rms_norm(x: Float[Array, "*R E"], layer: dict, eps: float, plus_one: bool = False) -> Float[Array, "*R E"]:
+    """Root-mean-square norm (Zhang & Sennrich 2019) in float32; with `plus_one` the stored scale is w - 1 (Gemma)."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    scale = layer["scale"].astype(jnp.float32)
+    return (y * (1 + scale if plus_one else scale)).astype(x.dtype)
+
+
+def activation(name: str, x: Array) -> Array:
+    """A gate's non-linearity under its Hugging Face name."""
+    if name == "silu":
+        return jax.nn.silu(x)
+    if name in ("gelu_pytorch_tanh", "gelu_new"):
+        return jax.nn.gelu(x, approximate=True)
+    if name == "gelu":
+        return jax.nn.gelu(x, approximate=False)
+    raise ValueError(f"unknown activation {name!r}; known: silu, gelu, gelu_pytorch_tanh, gelu_new")
+
+
+def gated_mlp(x: Float[Array, "*R E"], mlp: dict, name: str) -> Float[Array, "*R E"]:
+    """down(act(gate(x)) * up(x)); gate and up are one product whose output holds gate, then up."""
+    gate, up = jnp.split(dense(x, mlp["gate_up"]), 2, axis=-1)
+    return dense(activation(name, gate) * up, mlp["down"])
+
+
+def rope_frequencies(rope: RopeConfig, dim: int) -> Float[Array, " half"]:
+    """Inverse wavelengths of the dim // 2 rotations, in float32."""
+    exponent = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
+    base = 1.0 / (jnp.float32(rope.theta) ** exponent)
+    if rope.kind == "default":
+        return base
+    if rope.kind == "linear":
+        return base / rope.factor
+    if rope.kind == "llama3":
+        wavelength = 2 * math.pi / base
+        low = rope.original_max_positions / rope.low_freq_factor
+        high = rope.original_max_positions / rope.high_freq_factor
+        smooth = (rope.original_max_positions / wavelength - rope.low_freq_factor) / (
+            rope.high_freq_factor - rope.low_freq_factor
+        )
+        mixed = (1 - smooth) * base / rope.factor + smooth * base
+        return jnp.where(wavelength > low, base / rope.factor, jnp.where(wavelength < high, base, mixed))
+    if rope.kind == "yarn":
+
+        def turns(rotations: float) -> float:
+            return dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+        low, high = max(math.floor(turns(rope.beta_fast)), 0), min(math.ceil(turns(rope.beta_slow)), dim - 1)
+        ramp = jnp.clip((jnp.arange(dim // 2, dtype=jnp.float32) - low) / max(high - low, 0.001), 0, 1)
+        return base / rope.factor * ramp + base * (1 - ramp)
+    raise ValueError(f"unknown rope kind {rope.kind!r}")
+
+
+def rope_angles(rope: RopeConfig, dim: int, positions: Int[Array, "B T"]) -> tuple[Array, Array]:
+    """cos and sin [B, T, dim // 2] of every rotation at every position, in float32."""
+    angles = positions.astype(jnp.float32)[..., None] * rope_frequencies(rope, dim)
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+
+def apply_rope(x: Float[Array, "B T H D"], angles: tuple[Array, Array], interleaved: bool = False) -> Float[Array, "B T H D"]:
+    """Rotates the channel pairs (i, i + D/2), or (2i, 2i + 1) when `interleaved`.
+
+    Interleaved input comes out in half-split order, as DeepSeek's reference does: queries and keys agree, so scores do.
+    """
+    cos, sin = (a[:, :, None] for a in angles)
+    y = x.astype(jnp.float32)
+    first, second = (y[..., 0::2], y[..., 1::2]) if interleaved else jnp.split(y, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+
+
+def split_qkv(x: Float[Array, "B T O"], config: ModelConfig) -> tuple[Array, Array, Array]:
+    """Splits a fused projection, laid out per kv head as [its G query heads, key, value] so that it shards over kv heads."""
+    B, T, _ = x.shape
+    K, D = config.num_kv_heads, config.head_dim
+    G = config.num_heads // K
+    x = x.reshape(B, T, K, G + 2, D)
+    return x[..., :G, :].reshape(B, T, K * G, D), x[..., G, :], x[..., G + 1, :]
