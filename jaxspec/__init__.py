@@ -1,0 +1,21 @@
+"""Speculative decoding on JAX/XLA: a drafter proposes a tree of tokens, the target checks it in one forward pass, and what
+comes out is exactly what the target alone would have produced.
+
+    import jaxspec
+    params = jaxspec.load("smollm2-135m")
+    print(jaxspec.generate(params, "Why is the sky blue?").text)
+
+Axis letters, everywhere in this project (einsums and shape annotations alike):
+
+    B  sequences                     E  model width
+    T  query tokens or tree nodes    F  feed-forward width
+    L  cached positions              V  vocabulary
+    H  query heads                   P  pages in the pool
+    K  key/value heads               S  slots per page
+    G  H // K                        N  pages per sequence
+    D  head size                     M  in-flight cache entries
+    A  accepted path, root included  W  32-bit words of a bit mask
+    X  experts
+
+SGLang's S, k and N for num_steps, topk and num_draft_tokens are always spelled out.
+"""
