@@ -7,7 +7,8 @@ parameters of speculation under SGLang's names, `SamplingParams` what a request 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import dataclass
 
 
 class ConfigError(ValueError):
@@ -151,3 +152,106 @@ class ModelConfig:
             if key in data:
                 data[key] = tuple(data[key])
         return cls(**data)
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """Parameters of speculation under SGLang's names (``--speculative-…`` on the command line).
+
+    Attributes:
+      num_steps: draft levels.
+      topk: beams per level (SGLang's eagle-topk); 1 drafts a chain.
+      num_draft_tokens: nodes that a verify pass checks, the root included.
+      accept_threshold_single: accept a draft whose target probability reaches this; 1.0 is lossless.
+      accept_threshold_acc: accept a draft of probability p with p / value; 1.0 is lossless.
+      use_rejection_sampling: chains drafted by sampling are verified with p / q (Leviathan et al. 2023).
+      use_block_verification: whole-block verification (arXiv 2403.10444); implies sampling from the draft.
+      draft_window_size: the draft attends to this many last positions only; None for all.
+      draft_sink_size: leading positions that a windowed draft still sees.
+      ngram_max_trie_depth: longest suffix that NGRAM matches.
+      ngram_min_bfs_breadth, ngram_max_bfs_breadth: children taken per node, falling with the depth.
+      ngram_match_type: "BFS" (most recent first) or "PROB" (most frequent first).
+      ngram_capacity: nodes of the trie over earlier outputs.
+      ngram_external_corpus_path: JSONL file, one JSON string a line.
+      ngram_external_sam_budget: draft tokens reserved for matches in external corpora.
+      ngram_external_corpus_max_tokens: tokens that a corpus may have.
+    """
+
+    num_steps: int | None = None
+    topk: int | None = None
+    num_draft_tokens: int | None = None
+    accept_threshold_single: float = 1.0
+    accept_threshold_acc: float = 1.0
+    use_rejection_sampling: bool = False
+    use_block_verification: bool = False
+    draft_window_size: int | None = None
+    draft_sink_size: int = 0
+    ngram_max_trie_depth: int = 18
+    ngram_min_bfs_breadth: int = 1
+    ngram_max_bfs_breadth: int = 10
+    ngram_match_type: str = "BFS"
+    ngram_capacity: int = 10_000_000
+    ngram_external_corpus_path: str | None = None
+    ngram_external_sam_budget: int = 0
+    ngram_external_corpus_max_tokens: int = 10_000_000
+
+    def __post_init__(self):
+        for name in ("num_steps", "topk", "num_draft_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1, or None for the default")
+        for name in ("accept_threshold_single", "accept_threshold_acc"):
+            value = getattr(self, name)
+            if not 0.0 <= value <= 1.0:
+                raise ConfigError(f"{name}={value} must lie in [0, 1]; 1.0 is lossless")
+        if self.draft_window_size is not None and self.draft_window_size < 1:
+            raise ConfigError(f"draft_window_size={self.draft_window_size} must be at least 1, or None for no window")
+        if self.draft_sink_size < 0:
+            raise ConfigError(f"draft_sink_size={self.draft_sink_size} must not be negative")
+        if self.draft_sink_size and self.draft_window_size is None:
+            raise ConfigError(f"draft_sink_size={self.draft_sink_size} needs draft_window_size")
+        lossy = self.accept_threshold_single < 1 or self.accept_threshold_acc < 1
+        if lossy and (self.use_rejection_sampling or self.use_block_verification):
+            raise ConfigError("acceptance thresholds below 1.0 cannot be combined with rejection sampling or block verification")
+
+    @property
+    def verification(self) -> str:
+        """Which verifier sampled requests use (`jaxspec.verify.accept`)."""
+        if self.use_block_verification:
+            return "block"
+        return "rejection" if self.use_rejection_sampling else "target_only"
+
+
+def resolve_tree(spec: SpecConfig, default: tuple[int, int, int], algorithm: str) -> SpecConfig:
+    """Fills in num_steps, topk and num_draft_tokens by SGLang's rules: all three given or none.
+
+    Raises:
+      ConfigError: only some are given, or the tree has more nodes than there are candidates.
+    """
+    given = {n: getattr(spec, n) for n in ("num_steps", "topk", "num_draft_tokens")}
+    missing = [n for n, v in given.items() if v is None]
+    if len(missing) == 3:
+        steps, topk, nodes = default
+    elif missing == ["num_draft_tokens"] and spec.topk == 1:
+        steps, topk, nodes = spec.num_steps, 1, spec.num_steps + 1
+    elif missing:
+        have = ", ".join(f"{n}={v}" for n, v in given.items() if v is not None)
+        raise ConfigError(
+            f"{algorithm} takes num_steps, topk and num_draft_tokens together or none of them: {have} given, "
+            f"{', '.join(missing)} missing (the default is {'/'.join(map(str, default))})"
+        )
+    else:
+        steps, topk, nodes = given.values()
+    if topk == 1 and nodes != steps + 1:
+        warnings.warn(
+            f"num_draft_tokens={nodes} with topk=1: a chain of num_steps={steps} drafts has {steps + 1} nodes; using that",
+            stacklevel=3,
+        )
+        nodes = steps + 1
+    capacity = topk + (steps - 1) * topk**2
+    if nodes < 2 or nodes - 1 > capacity:
+        raise ConfigError(
+            f"num_draft_tokens={nodes} is out of range: with num_steps={steps} and topk={topk} a tree has 2 to "
+            f"{capacity + 1} nodes (root + topk + (num_steps - 1) * topk^2 candidates)"
+        )
+    return dataclasses.replace(spec, num_steps=steps, topk=topk, num_draft_tokens=nodes)

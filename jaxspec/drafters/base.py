@@ -17,12 +17,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from jaxspec.config import ModelConfig
 from jaxspec.kvcache import LayerKV, PagedKVCache
 from jaxspec.sampling import SamplingState
-from jaxspec.tree import DraftTree
-
-FINAL_NORM = -1
-"""The tap that stands for the output of the target's final norm; tap i >= 0 is the residual stream entering layer i
-(i = num_layers: what leaves the last layer), as in transformers' ``hidden_states[i]``."""
-
+from jaxspec.tree import DraftTree, root_only
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -82,7 +77,7 @@ class Drafter:
     """Plain decoding, and the base of every other drafter: proposes nothing, keeps no state.
 
     Class attributes say what the round must provide: `taps` (target features, concatenated in this order along the last
-    axis; `FINAL_NORM` or a hidden-state index), `lookahead` (next tokens that prefill needs).
+    axis; `FINAL_NORM` or a hidden-state index, see `models.decoder.decode`), `lookahead` (next tokens that prefill needs).
     """
 
     name: ClassVar[str] = "NONE"
@@ -138,7 +133,7 @@ class Drafter:
     def propose(self, params, state, ctx: RoundContext) -> Proposal:
         """Drafts a tree whose root is `ctx.bonus`."""
         del params
-        return self.proposal(chain_of(ctx.bonus), state, ctx)
+        return self.proposal(root_only(ctx.bonus), state, ctx)
 
     def update(
         self,
@@ -173,9 +168,3 @@ class Drafter:
         none = jnp.zeros((batch, 0), jnp.int32)
         return Proposal(tree=tree, state=state, layers=ctx.cache.layers, exact=none, num_exact=jnp.zeros(batch, jnp.int32))
 
-
-def chain_of(root: Int[Array, " B"], *levels: Int[Array, " B"]) -> DraftTree:
-    """The chain root → levels[0] → levels[1] …"""
-    from jaxspec.tree import chain
-
-    return chain(jnp.stack([root, *levels], 1))

@@ -28,6 +28,7 @@ from jaxspec.models.layers import (
 Attend = Callable[..., tuple[Array, Any]]
 
 FINAL_NORM = -1
+"""The tap that stands for the output of the final norm."""
 
 
 class Output(NamedTuple):

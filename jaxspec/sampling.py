@@ -1,0 +1,370 @@
+"""Sampling: what a request asks for, the one logits pipeline, target probabilities and seeded random numbers.
+
+The pipeline is the same for the last position of a prefill, for plain decoding and for every node of a draft tree: a
+node sees the penalties that it would see if its drafted ancestors had been emitted one by one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Int32, Key, UInt32
+
+from jaxspec.config import ConfigError
+from jaxspec.tree import DraftTree, unpack_bits
+
+GREEDY_TEMPERATURE = 1e-6
+"""Temperatures below this mean greedy decoding."""
+
+FLOOR = -1e30
+"""Takes the place of NaN and -inf in raw logits: no mass beside any sound logit, yet above a banned token's -inf, so that
+a row of NaN still yields a token that the grammar allows."""
+
+DRAFT, ACCEPT, FINAL = 1, 2, 3
+"""Tags folded into a round's key: drawing drafts, the verifier's coins, the correction or bonus draw."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What one request asks of the sampler, under the names of SGLang and vLLM.
+
+    Attributes:
+      temperature: divides the logits; below 1e-6 the request is greedy.
+      top_k: how many of the largest logits stay (ties of the last one included); -1 for all. 1 is greedy.
+      top_p: the smallest set of most probable tokens with at least this mass stays, after top_k.
+      min_p: tokens with at least this fraction of the largest probability stay, after top_p.
+      repetition_penalty: divides positive and multiplies negative logits of all tokens in prompt and output.
+      presence_penalty: subtracted from the logit of every token in the output.
+      frequency_penalty: subtracted once per occurrence in the output.
+      min_new_tokens: no stop id is emitted before this many tokens.
+      logit_bias: (token id, value) pairs added to the logits; a mapping is accepted too.
+      seed: any 64-bit integer; None leaves the choice to the caller.
+
+    Raises:
+      ConfigError: a value out of its range; the message names parameter, value and bound.
+    """
+
+    temperature: float = 0.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_new_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self):
+        pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        try:
+            pairs = tuple((int(token), float(value)) for token, value in pairs)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"logit_bias={self.logit_bias!r} must hold pairs (token id, value)") from error
+        object.__setattr__(self, "logit_bias", pairs)
+
+        self._check("temperature", lambda x: x >= 0, "a finite number >= 0 (0 is greedy)")
+        self._check("top_k", lambda x: x == -1 or x >= 1, "-1 (all tokens) or a whole number >= 1", whole=True)
+        self._check("top_p", lambda x: 0 < x <= 1, "in (0, 1]")
+        self._check("min_p", lambda x: 0 <= x <= 1, "in [0, 1]")
+        self._check("repetition_penalty", lambda x: 0 < x <= 2, "in (0, 2]")
+        self._check("presence_penalty", lambda x: -2 <= x <= 2, "in [-2, 2]")
+        self._check("frequency_penalty", lambda x: -2 <= x <= 2, "in [-2, 2]")
+        self._check("min_new_tokens", lambda x: x >= 0, "a whole number >= 0", whole=True)
+        if self.seed is not None:
+            self._check("seed", lambda x: -(2**63) <= x < 2**64, "None or a 64-bit integer", whole=True)
+        for token, value in pairs:
+            if token < 0 or not math.isfinite(value):
+                raise ConfigError(f"logit_bias has the pair ({token}, {value}): ids must be >= 0 and values finite")
+
+    def _check(self, name: str, inside, bound: str, whole: bool = False) -> None:
+        value = getattr(self, name)
+        kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
+        sound = isinstance(value, kinds) and not isinstance(value, bool) and (whole or math.isfinite(value))
+        if not sound or not inside(value):
+            raise ConfigError(f"{name}={value!r} must be {bound}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the request always takes the most probable token."""
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "min_new_tokens",
+        "greedy",
+        "logit_bias",
+        "stop_ids",
+        "ignore_eos",
+    ],
+    meta_fields=["any_sampled", "any_filter", "any_penalty", "any_min_new"],
+)
+@dataclasses.dataclass(frozen=True)
+class SamplingState:
+    """The sampling parameters of a batch, one row per sequence; see `SamplingParams` for their meaning.
+
+    Attributes:
+      top_k: -1 where all tokens stay.
+      temperature: 1 in greedy rows, which ignore it.
+      logit_bias: None when no row has one.
+      stop_ids: padded with -1.
+      ignore_eos: rows that stop ids do not end.
+      any_sampled, any_filter, any_penalty, any_min_new: static; False lets the program leave that part out. A filter is
+        top_k, top_p or min_p in a row that samples.
+    """
+
+    temperature: Float[Array, " B"]
+    top_k: Int32[Array, " B"]
+    top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
+    repetition_penalty: Float[Array, " B"]
+    presence_penalty: Float[Array, " B"]
+    frequency_penalty: Float[Array, " B"]
+    min_new_tokens: Int32[Array, " B"]
+    greedy: Bool[Array, " B"]
+    logit_bias: Float[Array, "B V"] | None
+    stop_ids: Int32[Array, "B n"]
+    ignore_eos: Bool[Array, " B"]
+    any_sampled: bool = True
+    any_filter: bool = True
+    any_penalty: bool = True
+    any_min_new: bool = True
+
+
+def sampling_state(
+    params: Sequence[SamplingParams],
+    vocab_size: int,
+    stop_ids: Sequence[Sequence[int]],
+    ignore_eos: Sequence[bool],
+) -> SamplingState:
+    """Gathers the parameters of a batch into arrays (host code).
+
+    Args:
+      params: one per sequence.
+      vocab_size: the target's; bounds the ids in logit_bias.
+      stop_ids: the stop token ids of every sequence, of any number.
+      ignore_eos: whether a sequence runs on past them.
+
+    Raises:
+      ConfigError: an id in logit_bias is outside the vocabulary.
+    """
+    greedy = np.array([p.is_greedy for p in params])
+
+    def column(name: str, dtype) -> Array:
+        return jnp.asarray(np.array([getattr(p, name) for p in params], dtype))
+
+    bias = None
+    if any(p.logit_bias for p in params):
+        bias = np.zeros((len(params), vocab_size), np.float32)
+        for row, p in zip(bias, params, strict=True):
+            for token, value in p.logit_bias:
+                if token >= vocab_size:
+                    raise ConfigError(f"logit_bias names token id {token}, but the vocabulary has {vocab_size} tokens")
+                row[token] += value
+    width = max((len(ids) for ids in stop_ids), default=0)
+    stops = np.full((len(params), width), -1, np.int32)
+    for row, ids in zip(stops, stop_ids, strict=True):
+        row[: len(ids)] = ids
+
+    filters = any(not p.is_greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params)
+    penalties = any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params)
+    return SamplingState(
+        temperature=jnp.asarray(np.array([1.0 if g else p.temperature for g, p in zip(greedy, params, strict=True)], np.float32)),
+        top_k=jnp.asarray(np.array([min(p.top_k, vocab_size) for p in params], np.int32)),
+        top_p=column("top_p", np.float32),
+        min_p=column("min_p", np.float32),
+        repetition_penalty=column("repetition_penalty", np.float32),
+        presence_penalty=column("presence_penalty", np.float32),
+        frequency_penalty=column("frequency_penalty", np.float32),
+        min_new_tokens=column("min_new_tokens", np.int32),
+        greedy=jnp.asarray(greedy),
+        logit_bias=None if bias is None else jnp.asarray(bias),
+        stop_ids=jnp.asarray(stops),
+        ignore_eos=jnp.asarray(np.array(ignore_eos, bool)),
+        any_sampled=bool((~greedy).any()),
+        any_filter=filters,
+        any_penalty=penalties,
+        any_min_new=any(p.min_new_tokens > 0 for p in params),
+    )
+
+
+def row_keys(seeds: Sequence[int]) -> Key[Array, " B"]:
+    """One random key per sequence from its seed alone (host code; all 64 bits of a seed count).
+
+    The generator is always threefry: a counter-based one, whose numbers for a row do not depend on the other rows.
+    """
+    words = np.array([[(int(s) >> 32) & 0xFFFFFFFF, int(s) & 0xFFFFFFFF] for s in seeds], np.uint32).reshape(-1, 2)
+    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
+
+
+def round_keys(keys: Key[Array, " B"], length: Int[Array, " B"]) -> Key[Array, " B"]:
+    """The keys of one round: a function of (seed, committed length) only, never of the batch or of earlier rounds."""
+    return jax.vmap(jax.random.fold_in)(keys, length.astype(jnp.uint32))
+
+
+def tagged(keys: Key[Array, " B"], tag: int) -> Key[Array, " B"]:
+    """Separates the uses of a round's keys; `tag` is DRAFT, ACCEPT or FINAL."""
+    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, tag)
+
+
+def coins(keys: Key[Array, " B"], num_nodes: int) -> tuple[Float[Array, "B T"], Float[Array, " B"]]:
+    """Uniform numbers in [0, 1): one per tree node for acceptance, one per sequence for the final draw.
+
+    A node's coin depends on the key and the node's index, not on how many nodes there are.
+    """
+    per_node = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(None, 0)), in_axes=(0, None))
+    nodes = per_node(tagged(keys, ACCEPT), jnp.arange(num_nodes, dtype=jnp.uint32))
+    accept = jax.vmap(jax.vmap(partial(jax.random.uniform, dtype=jnp.float32)))(nodes)
+    return accept, jax.vmap(partial(jax.random.uniform, dtype=jnp.float32))(tagged(keys, FINAL))
+
+
+def process_logits(
+    logits: Float[Array, "B T V"],
+    sampling: SamplingState,
+    tree: DraftTree,
+    history: Int[Array, "B max_len"],
+    history_length: Int[Array, " B"],
+    prompt_length: Int[Array, " B"],
+    allowed: UInt32[Array, "B T W"] | None = None,
+) -> Float[Array, "B T V"]:
+    """Raw target logits to the logits that tokens are chosen from, before temperature.
+
+    In this order: NaN and infinities, presence and frequency penalties (output tokens), repetition penalty (prompt and
+    output tokens), logit bias, min_new_tokens, grammar. What a node counts as output includes its drafted ancestors and
+    itself, so that speculation gives what plain decoding gives.
+
+    Args:
+      logits: row t is what the target says behind node t.
+      sampling: parameters of the rows.
+      tree: the nodes; plain decoding and prefill pass `tree.root_only`.
+      history: prompt and output, the root included.
+      history_length: how many entries of `history` are real.
+      prompt_length: how many of those are prompt.
+      allowed: bit words over the vocabulary, one row per node: tokens that a grammar lets follow.
+
+    Returns:
+      float32; banned tokens are -inf, all others finite.
+    """
+    vocab = logits.shape[-1]
+    logits = logits.astype(jnp.float32)
+    logits = jnp.where(jnp.isnan(logits), FLOOR, jnp.clip(logits, FLOOR, -FLOOR))
+    if sampling.any_penalty:
+        logits = _penalize(logits, sampling, tree, history, history_length, prompt_length)
+    if sampling.logit_bias is not None:
+        logits += sampling.logit_bias[:, None]
+    if sampling.any_min_new:
+        produced = (history_length - prompt_length)[:, None] + tree.depth
+        early = produced < sampling.min_new_tokens[:, None]
+        stops = _count(sampling.stop_ids, jnp.ones_like(sampling.stop_ids), vocab) > 0
+        logits = jnp.where(early[..., None] & stops[:, None], -jnp.inf, logits)
+    if allowed is not None:
+        logits = jnp.where(unpack_bits(allowed, vocab), logits, -jnp.inf)
+    return logits
+
+
+def _count(ids: Int[Array, "B n"], weight: Int[Array, "B n"], vocab: int) -> Int[Array, "B V"]:
+    """Sums `weight` per token id; ids outside the vocabulary count nowhere."""
+    rows = jnp.arange(ids.shape[0])[:, None]
+    inside = jnp.where((ids >= 0) & (ids < vocab), ids, vocab)
+    return jnp.zeros((ids.shape[0], vocab), jnp.int32).at[rows, inside].add(weight, mode="drop")
+
+
+def _penalize(logits, sampling, tree, history, history_length, prompt_length) -> Float[Array, "B T V"]:
+    batch, nodes, vocab = logits.shape
+    index = jnp.arange(history.shape[1])
+    real = index < history_length[:, None]
+    is_output = real & (index >= prompt_length[:, None])
+    output = _count(history, is_output.astype(jnp.int32), vocab)[:, None]
+    prompt = _count(history, (real & ~is_output).astype(jnp.int32), vocab)[:, None]
+    if nodes > 1:
+        # Column 0 is the root, which `history` holds already.
+        path = unpack_bits(tree.ancestors, nodes).at[:, :, 0].set(False).astype(jnp.int32)
+        ids = jnp.broadcast_to(tree.tokens[:, None], path.shape)
+        drafted = _count(ids.reshape(-1, nodes), path.reshape(-1, nodes), vocab).reshape(batch, nodes, vocab)
+        output = output + drafted
+
+    def per_row(values):
+        return values[:, None, None]
+
+    logits -= per_row(sampling.frequency_penalty) * output + per_row(sampling.presence_penalty) * (output > 0)
+    factor = per_row(sampling.repetition_penalty)
+    return jnp.where((output + prompt) > 0, jnp.where(logits > 0, logits / factor, logits * factor), logits)
+
+
+def probabilities(logits: Float[Array, "B T V"], sampling: SamplingState) -> Float[Array, "B T V"]:
+    """The distribution that a sampled request draws from: temperature, then top_k, top_p, min_p, each renormalised.
+
+    Cuts are found exactly by bisection on the bit patterns of floats, without sorting the vocabulary. Tokens tied with
+    the last one kept are kept too. Greedy rows, and rows in which everything is banned, are one-hot at the argmax.
+
+    Args:
+      logits: from `process_logits`.
+      sampling: parameters of the rows.
+
+    Returns:
+      float32.
+    """
+    peak = jnp.max(logits, -1, keepdims=True)
+    sound = jnp.isfinite(peak)
+    one_hot = jnp.arange(logits.shape[-1]) == jnp.argmax(logits, -1)[..., None]
+
+    def per_row(values):
+        return values[:, None, None]
+
+    # Distance to the best logit: >= 0, so its bits order like the number itself. The peak goes first: dividing a huge
+    # logit by a small temperature would overflow.
+    gap = (jnp.where(sound, peak, 0.0) - logits) / per_row(sampling.temperature)
+    mass = jnp.exp(-gap)
+    if sampling.any_filter:
+        ones = jnp.ones_like(gap)
+        top_k = per_row(sampling.top_k)
+        active = (top_k > 0) & ~per_row(sampling.greedy)
+        kept = _within(gap, ones, jnp.where(active, top_k.astype(jnp.float32), -1.0))
+        mass = jnp.where(kept, mass, 0.0)
+        active = (per_row(sampling.top_p) < 1) & ~per_row(sampling.greedy)
+        needed = per_row(sampling.top_p) * jnp.sum(mass, -1, keepdims=True)
+        mass = jnp.where(_within(gap, mass, jnp.where(active, needed, -1.0)), mass, 0.0)
+        mass = jnp.where(mass >= per_row(sampling.min_p), mass, 0.0)  # the largest mass is exp(0) = 1
+    probs = mass / jnp.sum(mass, -1, keepdims=True)
+    return jnp.where(per_row(sampling.greedy) | ~sound, one_hot.astype(jnp.float32), probs)
+
+
+_INFINITY_BITS = 0x7F800000
+
+
+def _within(
+    gap: Float[Array, "B T V"], weight: Float[Array, "B T V"], needed: Float[Array, "B T 1"]
+) -> Bool[Array, "B T V"]:
+    """The smallest ball ``gap <= r`` whose weight reaches `needed`; everything where `needed` is negative.
+
+    Rounding cannot mislead the search: the sum runs in one fixed order and rounding is monotone in every term.
+    """
+    bits = jax.lax.bitcast_convert_type(gap, jnp.int32)
+    active = needed >= 0
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = low + (high - low) // 2
+        enough = jnp.sum(jnp.where(bits <= middle, weight, 0.0), -1, keepdims=True) >= needed
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+    low = jnp.zeros(needed.shape, jnp.int32)
+    high = jnp.full(needed.shape, _INFINITY_BITS, jnp.int32)
+    _, radius = jax.lax.fori_loop(0, jnp.where(jnp.any(active), 31, 0), halve, (low, high))
+    return (bits <= radius) | ~active

@@ -1,0 +1,190 @@
+"""Verification: which drafts of a tree are accepted, and the token that follows them.
+
+Every verifier walks down from the root. At a node it accepts at most one child; behind the last accepted node it emits
+one token more, chosen by the target: the bonus token. All loops are static, over the tree's depth, so that no tree,
+however malformed, can make one run on.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Int32, Key
+
+from jaxspec.config import ConfigError
+from jaxspec.sampling import SamplingState, coins, probabilities
+from jaxspec.tree import DraftTree
+
+
+class Acceptance(NamedTuple):
+    """What a round emits; A = max_depth + 1.
+
+    Attributes:
+      path: accepted nodes, the root first; -1 behind them.
+      num_drafts: accepted drafts, the root not counted; num_drafts + 1 tokens are emitted.
+      tokens: the emitted tokens: those of path[1:], then the bonus token at index num_drafts; 0 behind it.
+    """
+
+    path: Int32[Array, "B A"]
+    num_drafts: Int32[Array, " B"]
+    tokens: Int32[Array, "B A"]
+
+
+def accept_greedy(tree: DraftTree, target: Int[Array, "B T"]) -> Acceptance:
+    """Accepts the child that is the target's own choice, as long as there is one.
+
+    Args:
+      tree: the drafts.
+      target: the target's argmax behind every node.
+    """
+    agrees = tree.tokens == _at_parent(tree, target)
+    path, count = _walk(tree, agrees)
+    return _emit(tree, path, count, _at(target, _last(path, count)))
+
+
+def accept_target_only(
+    tree: DraftTree,
+    probs: Float[Array, "B T V"],
+    coins: Float[Array, "B T"],
+    final_coins: Float[Array, " B"],
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+) -> Acceptance:
+    """Sampling over a tree without draft probabilities: a node's coin runs through its children's target probabilities.
+
+    The first child whose cumulative probability exceeds coin · threshold_acc is accepted; if none, the bonus token is drawn
+    from what the children leave of the target's distribution. With both thresholds at 1 the emitted tokens have exactly
+    the target's distribution, however the drafts were made. Smaller thresholds accept more and are lossy: a child is also
+    accepted where its probability reaches threshold_single. Children without mass are never accepted.
+
+    Args:
+      tree: the drafts; siblings must be distinct tokens.
+      probs: the target's distribution behind every node (`sampling.probabilities`).
+      coins: uniform numbers in [0, 1) per node.
+      final_coins: uniform numbers for the bonus token.
+      threshold_single, threshold_acc: in [0, 1] (SGLang's speculative_accept_threshold_single and _acc).
+    """
+    nodes = tree.num_nodes
+    vocab = probs.shape[-1]
+    own = _child_prob(tree, probs)
+    index = jnp.arange(nodes)
+    siblings = (tree.parent[:, :, None] == tree.parent[:, None, :]) & tree.valid[:, None, :] & (index > 0)
+    up_to = siblings & (index[None, :] <= index[:, None])
+    cumulative = jnp.sum(jnp.where(up_to, own[:, None, :], 0), -1)
+    lucky = _at_parent(tree, coins) < cumulative / max(threshold_acc, 1e-9)
+    path, count = _walk(tree, (own > 0) & (lucky | (own >= threshold_single)))
+
+    last = _last(path, count)
+    row = _row(probs, last)
+    refused = _children(tree, last) & (count < tree.max_depth)[:, None]
+    refused_ids = jnp.where(refused & (tree.tokens >= 0), tree.tokens, vocab)
+    left = row.at[jnp.arange(row.shape[0])[:, None], refused_ids].set(0, mode="drop")
+    return _emit(tree, path, count, _draw(left, row, final_coins))
+
+
+def accept_rejection(
+    tree: DraftTree, probs: Float[Array, "B T V"], coins: Float[Array, "B T"], final_coins: Float[Array, " B"]
+) -> Acceptance:
+    """Speculative sampling over a chain (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2).
+
+    Draft j is accepted when coin · q < p; the first refusal is replaced by a draw from the normalised max(p - q, 0).
+    Exact when every draft was drawn from the very q in ``tree.draft_probs``. A q outside (0, 1] means refusal.
+
+    Args:
+      tree: a chain with `draft_probs`.
+      probs: the target's distribution behind every node.
+      coins: uniform numbers per node; node j's decides about node j + 1.
+      final_coins: uniform numbers for the last token.
+
+    Raises:
+      ConfigError: the tree is no chain or carries no draft probabilities.
+    """
+    q = _chain_draft_probs(tree, "rejection sampling")
+    drafted = _own_draft_prob(tree, q)
+    sound = (drafted > 0) & (drafted <= 1)
+    own = _child_prob(tree, probs)
+    path, count = _walk(tree, sound & (_at_parent(tree, coins) * drafted < own))
+    row, draft_row = _final_rows(tree, probs, q, count)
+    return _emit(tree, path, count, _draw(jnp.maximum(row - draft_row, 0), row, final_coins))
+
+
+def accept_block(
+    tree: DraftTree, probs: Float[Array, "B T V"], coins: Float[Array, "B T"], final_coins: Float[Array, " B"]
+) -> Acceptance:
+    """Block verification over a chain (Sun et al. 2024, arXiv 2403.10444, algorithm 2): exact, and never accepts less.
+
+    Instead of stopping at the first refusal, the longest prefix whose own coin accepts it is taken.
+
+    Args and errors as for `accept_rejection`.
+    """
+    q = _chain_draft_probs(tree, "block verification")
+    batch, nodes = tree.tokens.shape
+    drafted, own = _own_draft_prob(tree, q), _child_prob(tree, probs)
+    sound = (drafted > 0) & (drafted <= 1) & tree.valid
+    ratio = jnp.where(sound, own / jnp.where(sound, drafted, 1), 0).at[:, 0].set(1)
+    reach = [jnp.ones((batch,), probs.dtype)]
+    for j in range(1, nodes):
+        reach.append(jnp.minimum(reach[-1] * ratio[:, j], 1))
+    reach = jnp.stack(reach, 1)
+
+    # h[j]: the probability of keeping prefix j, given that no longer one was kept.
+    excess = jnp.sum(jnp.maximum(reach[:, :-1, None] * probs[:, :-1] - q[:, 1:], 0), -1)
+    excess = jnp.pad(excess, ((0, 0), (0, 1)))
+    is_end = jnp.arange(nodes) == jnp.sum(tree.valid, 1, keepdims=True) - 1
+    certain = is_end | (reach <= 0) | (reach >= 1)
+    keep = jnp.where(certain, reach, excess / jnp.where(certain, 1, excess + 1 - reach))
+    kept = tree.valid & (_at_parent(tree, coins) < keep)
+    kept = kept.at[:, 0].set(True)
+    count = jnp.max(jnp.where(kept, jnp.arange(nodes), 0), 1).astype(jnp.int32)
+    path = jnp.where(jnp.arange(nodes) <= count[:, None], jnp.arange(nodes), -1).astype(jnp.int32)
+    row, draft_row = _final_rows(tree, probs, q, count)
+    left = jnp.maximum(_at(reach, count)[:, None] * row - draft_row, 0)
+    return _emit(tree, path, count, _draw(left, row, final_coins))
+
+
+MODES = ("target_only", "rejection", "block")
+
+
+def accept(
+    tree: DraftTree,
+    logits: Float[Array, "B T V"],
+    sampling: SamplingState,
+    keys: Key[Array, " B"],
+    length: Int[Array, " B"],
+    *,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    mode: str = "target_only",
+) -> Acceptance:
+    """Verifies a tree: the one entry that a round calls.
+
+    Greedy rows get the target's argmax in every mode, alone or in a batch with sampled rows. The random numbers of a row
+    depend on its key and its committed length only.
+
+    Args:
+      tree: the drafts.
+      logits: from `sampling.process_logits`.
+      sampling: parameters of the rows.
+      keys: one per sequence, from `sampling.row_keys`; not yet folded with the length.
+      length: committed tokens.
+      threshold_single, threshold_acc: see `accept_target_only`; other modes have none.
+      mode: "target_only" for any tree, "rejection" or "block" for chains with draft probabilities.
+
+    Raises:
+      ConfigError: unknown mode, a threshold outside [0, 1], or a tree that the mode cannot verify.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"verification mode={mode!r} must be one of {', '.join(MODES)}")
+    for name, value in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
+        if not 0 <= value <= 1:
+            raise ConfigError(f"{name}={value} must be in [0, 1]")
+    if not sampling.any_sampled:
+        return accept_greedy(tree, jnp.argmax(logits, -1))
+    probs = probabilities(logits, sampling)
+    accept_coins, final_coins = coins(round_keys(keys, length), tree.num_nodes)
+    if mode == "rejection":
+        return accept_rejection(tree, probs, accept_coins, final_coins)
+    if mode == "block":
+        return accept_block(tree, probs, accept_coins, final_coins)
+    return accept_target_only(tree, probs, accept_coins, final_coins, threshold_single, threshold_acc)
