@@ -165,6 +165,7 @@ def sampling_state(
       ConfigError: an id in logit_bias is outside the vocabulary.
     """
     greedy = np.array([p.is_greedy for p in params])
+    temperature = np.array([1.0 if p.is_greedy else p.temperature for p in params], np.float32)
 
     def column(name: str, dtype) -> Array:
         return jnp.asarray(np.array([getattr(p, name) for p in params], dtype))
@@ -185,7 +186,7 @@ def sampling_state(
     filters = any(not p.is_greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params)
     penalties = any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params)
     return SamplingState(
-        temperature=jnp.asarray(np.array([1.0 if g else p.temperature for g, p in zip(greedy, params, strict=True)], np.float32)),
+        temperature=jnp.asarray(temperature),
         top_k=jnp.asarray(np.array([min(p.top_k, vocab_size) for p in params], np.int32)),
         top_p=column("top_p", np.float32),
         min_p=column("min_p", np.float32),
@@ -349,13 +350,14 @@ _INFINITY_BITS = 0x7F800000
 
 
 def _within(
-    gap: Float[Array, "B T V"], weight: Float[Array, "B T V"], needed: Float[Array, "B T 1"]
+    gap: Float[Array, "B T V"], weight: Float[Array, "B T V"], needed: Float[Array, "B #T 1"]
 ) -> Bool[Array, "B T V"]:
     """The smallest ball ``gap <= r`` whose weight reaches `needed`; everything where `needed` is negative.
 
     Rounding cannot mislead the search: the sum runs in one fixed order and rounding is monotone in every term.
     """
     bits = jax.lax.bitcast_convert_type(gap, jnp.int32)
+    needed = jnp.broadcast_to(needed, (*gap.shape[:-1], 1))
     active = needed >= 0
 
     def halve(_, bounds):

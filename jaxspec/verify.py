@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, Key
 
 from jaxspec.config import ConfigError
-from jaxspec.sampling import SamplingState, coins, probabilities
+from jaxspec.sampling import SamplingState, coins, probabilities, round_keys
 from jaxspec.tree import DraftTree
 
 
@@ -101,10 +101,8 @@ def accept_rejection(
       ConfigError: the tree is no chain or carries no draft probabilities.
     """
     q = _chain_draft_probs(tree, "rejection sampling")
-    drafted = _own_draft_prob(tree, q)
-    sound = (drafted > 0) & (drafted <= 1)
-    own = _child_prob(tree, probs)
-    path, count = _walk(tree, sound & (_at_parent(tree, coins) * drafted < own))
+    drafted = _gather_tokens(q, tree.tokens)
+    path, count = _walk(tree, (drafted > 0) & (_at_parent(tree, coins) * drafted < _child_prob(tree, probs)))
     row, draft_row = _final_rows(tree, probs, q, count)
     return _emit(tree, path, count, _draw(jnp.maximum(row - draft_row, 0), row, final_coins))
 
@@ -120,9 +118,9 @@ def accept_block(
     """
     q = _chain_draft_probs(tree, "block verification")
     batch, nodes = tree.tokens.shape
-    drafted, own = _own_draft_prob(tree, q), _child_prob(tree, probs)
-    sound = (drafted > 0) & (drafted <= 1) & tree.valid
-    ratio = jnp.where(sound, own / jnp.where(sound, drafted, 1), 0).at[:, 0].set(1)
+    drafted = _gather_tokens(q, tree.tokens)
+    sound = (drafted > 0) & tree.valid
+    ratio = jnp.where(sound, _child_prob(tree, probs) / jnp.where(sound, drafted, 1), 0)
     reach = [jnp.ones((batch,), probs.dtype)]
     for j in range(1, nodes):
         reach.append(jnp.minimum(reach[-1] * ratio[:, j], 1))
@@ -141,6 +139,105 @@ def accept_block(
     row, draft_row = _final_rows(tree, probs, q, count)
     left = jnp.maximum(_at(reach, count)[:, None] * row - draft_row, 0)
     return _emit(tree, path, count, _draw(left, row, final_coins))
+
+
+def _at(values: Array, node: Int[Array, " B"]) -> Array:
+    """values[b, node[b]] for [B, T] or [B, T, V] arrays."""
+    return values[jnp.arange(values.shape[0]), node]
+
+
+def _at_parent(tree: DraftTree, values: Array) -> Array:
+    """What stands at each node's parent; node 0 gets its own entry, which nobody reads."""
+    return jnp.take_along_axis(values, jnp.clip(tree.parent, 0, tree.num_nodes - 1), 1)
+
+
+def _last(path: Int[Array, "B A"], count: Int[Array, " B"]) -> Int[Array, " B"]:
+    return _at(path, count)
+
+
+def _children(tree: DraftTree, node: Int[Array, " B"]) -> Bool[Array, "B T"]:
+    """Children stand behind their parent: that alone rules out cycles, whatever the links say."""
+    return tree.valid & (tree.parent == node[:, None]) & (jnp.arange(tree.num_nodes) > node[:, None])
+
+
+def _gather_tokens(rows: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """rows[b, t, tokens[b, t]]; 0 for a token outside the vocabulary."""
+    vocab = rows.shape[-1]
+    found = jnp.take_along_axis(rows, jnp.clip(tokens, 0, vocab - 1)[..., None], -1)[..., 0]
+    return jnp.where((tokens >= 0) & (tokens < vocab), found, 0)
+
+
+def _child_prob(tree: DraftTree, probs: Float[Array, "B T V"]) -> Float[Array, "B T"]:
+    """Each node's probability under the target behind its parent; 0 for padding."""
+    vocab = probs.shape[-1]
+    parent = jnp.clip(tree.parent, 0, tree.num_nodes - 1)
+    found = probs[jnp.arange(probs.shape[0])[:, None], parent, jnp.clip(tree.tokens, 0, vocab - 1)]
+    return jnp.where(tree.valid & (tree.tokens >= 0) & (tree.tokens < vocab), found, 0)
+
+
+def _walk(tree: DraftTree, accepted: Bool[Array, "B T"]) -> tuple[Int32[Array, "B A"], Int32[Array, " B"]]:
+    """From the root to the first accepted child, again and again: the path (-1 behind it) and its number of edges."""
+    batch = tree.tokens.shape[0]
+    current = jnp.zeros((batch,), jnp.int32)
+    alive = jnp.ones((batch,), bool)
+    path = [current]
+    for _ in range(tree.max_depth):
+        candidates = _children(tree, current) & accepted
+        alive &= candidates.any(1)
+        current = jnp.where(alive, jnp.argmax(candidates, 1).astype(jnp.int32), current)
+        path.append(jnp.where(alive, current, -1))
+    path = jnp.stack(path, 1)
+    return path, jnp.sum(path >= 0, 1, dtype=jnp.int32) - 1
+
+
+def _emit(
+    tree: DraftTree, path: Int32[Array, "B A"], count: Int32[Array, " B"], bonus: Int[Array, " B"]
+) -> Acceptance:
+    following = jnp.pad(path[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+    tokens = jnp.where(following >= 0, jnp.take_along_axis(tree.tokens, jnp.maximum(following, 0), 1), 0)
+    at_bonus = jnp.arange(path.shape[1]) == count[:, None]
+    return Acceptance(path, count, jnp.where(at_bonus, bonus[:, None], tokens).astype(jnp.int32))
+
+
+def _chain_draft_probs(tree: DraftTree, what: str) -> Float[Array, "B T V"]:
+    """The draft's distributions; entries that are no probabilities count as 0."""
+    if tree.draft_probs is None or not tree.is_chain:
+        lacking = "is not a chain" if not tree.is_chain else "has no draft_probs"
+        raise ConfigError(f"{what} needs a chain with draft probabilities, but this draft tree {lacking}; use target_only")
+    q = tree.draft_probs
+    return jnp.where((q > 0) & (q <= 1), q, 0)
+
+
+def _final_rows(
+    tree: DraftTree, probs: Float[Array, "B T V"], q: Float[Array, "B T V"], count: Int32[Array, " B"]
+) -> tuple[Float[Array, "B V"], Float[Array, "B V"]]:
+    """Target distribution behind a chain's last accepted node, and the one its refused successor was drawn from (or 0)."""
+    refused = jnp.minimum(count + 1, tree.num_nodes - 1)
+    has_refused = (count + 1 < tree.num_nodes) & _at(tree.valid, refused)
+    return _at(probs, count), jnp.where(has_refused[:, None], _at(q, refused), 0)
+
+
+BLOCK = 256
+
+
+def _draw(left: Float[Array, "B V"], full: Float[Array, "B V"], coin: Float[Array, " B"]) -> Int[Array, " B"]:
+    """Draws from `left`, or from `full` where rounding has left nothing, by inverse CDF: first the block, then the token."""
+    vocab = full.shape[-1]
+    weights = jnp.where(jnp.sum(left, -1, keepdims=True) > 0, left, full)
+    weights = jnp.pad(weights, ((0, 0), (0, -vocab % BLOCK))).reshape(weights.shape[0], -1, BLOCK)
+    sums = jnp.sum(weights, -1)
+    block, before = _invert(sums, coin * jnp.sum(sums, -1))
+    token, _ = _invert(_at(weights, block), coin * jnp.sum(sums, -1) - before)
+    return block * BLOCK + token
+
+
+def _invert(weights: Float[Array, "B n"], target: Float[Array, " B"]) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """The first entry with mass whose cumulative weight exceeds `target`, else the last with mass; the weight before it."""
+    cumulative = jnp.cumsum(weights, -1)
+    above = (cumulative > target[:, None]) & (weights > 0)
+    last = weights.shape[-1] - 1 - jnp.argmax((weights > 0)[:, ::-1], -1)
+    entry = jnp.where(above.any(-1), jnp.argmax(above, -1), last)
+    return entry, _at(cumulative - weights, entry)
 
 
 MODES = ("target_only", "rejection", "block")
