@@ -23,7 +23,6 @@ class NgramConfig:
       external_corpus_max_tokens: the most tokens that one corpus may hold.
       device_nodes: trie nodes that are copied to the device, the most recently used ones; a static shape, so that new
         contents never recompile a program.
-      corpus_nodes: the same for each external corpus, of which the most frequent n-grams are kept.
       own_branches: continuations of the request's own earlier text in one tree: the longest match and the next ones.
     """
 
@@ -36,7 +35,6 @@ class NgramConfig:
     external_sam_budget: int = 0
     external_corpus_max_tokens: int = 10_000_000
     device_nodes: int = 1 << 16
-    corpus_nodes: int = 1 << 18
     own_branches: int = 1
 
     def __post_init__(self):
@@ -51,7 +49,6 @@ class NgramConfig:
             "external_sam_budget": 0,
             "external_corpus_max_tokens": 1,
             "device_nodes": 2,
-            "corpus_nodes": 2,
             "own_branches": 1,
         }
         for name, bound in least.items():

@@ -1,0 +1,84 @@
+"""Matching in a request's own tokens, against a search written with plain lists."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.config import ConfigError
+from jaxspec.drafters.ngram_config import NgramConfig
+from jaxspec.drafters.ngram_match import match_own_tokens
+
+WIDTH, DEPTH, DRAFTS = 24, 4, 6
+
+
+def search(text: list[int], depth: int, count: int, branches: int) -> list[tuple[list[int], int]]:
+    """Every earlier end of the text's suffix, longest first, newest first, continued by copying."""
+    found = []
+    for place in range(len(text) - 1):
+        matched = 0
+        while matched < min(depth, place + 1) and text[place - matched] == text[-1 - matched]:
+            matched += 1
+        if matched:
+            found.append((-matched, -place))
+    result = []
+    for matched, place in sorted(found)[:branches]:
+        copied = list(text)
+        for step in range(count):
+            copied.append(copied[-place + 1 + step])
+        result.append((copied[len(text) :], -matched))
+    return result
+
+
+match = jax.jit(lambda t, n: match_own_tokens(t, n, depth=DEPTH, num_drafts=DRAFTS, branches=2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=WIDTH), min_size=3, max_size=3), st.integers(-2, 3))
+def test_equals_a_plain_search(texts, behind):
+    tokens = np.full((3, WIDTH), behind, np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    paths, matched = match(jnp.asarray(tokens), jnp.asarray([len(t) - 1 for t in texts]))
+    for b, text in enumerate(texts):
+        expected = search(text, DEPTH, DRAFTS, 2)
+        assert matched[b].tolist() == [m for _, m in expected] + [0] * (2 - len(expected))
+        for path, (tokens_expected, _) in zip(paths[b].tolist(), expected, strict=False):
+            assert path == tokens_expected
+
+
+def test_periodic_text_is_continued_with_its_period():
+    tokens = jnp.asarray([[7, 5, 6, 5, 6, 0, 0, 0]], jnp.int32)
+    paths, matched = match_own_tokens(tokens, jnp.asarray([4]), depth=3, num_drafts=5)
+    assert matched.tolist() == [[2]]
+    assert paths.tolist() == [[[5, 6, 5, 6, 5]]]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"max_trie_depth": 1}, "max_trie_depth=1"),
+        ({"min_bfs_breadth": 0}, "min_bfs_breadth=0"),
+        ({"min_bfs_breadth": 4, "max_bfs_breadth": 3}, "max_bfs_breadth=3"),
+        ({"match_type": "DFS"}, "match_type='DFS'"),
+        ({"capacity": 1}, "capacity=1"),
+        ({"external_corpus_path": "x.jsonl"}, "external_sam_budget=0"),
+        ({"external_sam_budget": -1}, "external_sam_budget=-1"),
+        ({"external_corpus_max_tokens": 0}, "external_corpus_max_tokens=0"),
+    ],
+)
+def test_config_errors_name_the_parameter(change, word):
+    with pytest.raises(ConfigError, match=word):
+        NgramConfig(**change)
+
+
+def test_budget_must_fit_the_tree():
+    config = NgramConfig(external_sam_budget=8, match_type="prob")
+    assert config.match_type == "PROB"
+    config.check_num_draft_tokens(9)
+    with pytest.raises(ConfigError, match="external_sam_budget=8.*num_draft_tokens=8"):
+        config.check_num_draft_tokens(8)
+    with pytest.raises(ConfigError, match="num_draft_tokens=1"):
+        NgramConfig().check_num_draft_tokens(1)
