@@ -350,7 +350,7 @@ _INFINITY_BITS = 0x7F800000
 
 
 def _within(
-    gap: Float[Array, "B T V"], weight: Float[Array, "B T V"], needed: Float[Array, "B #T 1"]
+    gap: Float[Array, "B T V"], weight: Float[Array, "B T V"], needed: Float[Array, "B _ 1"]
 ) -> Bool[Array, "B T V"]:
     """The smallest ball ``gap <= r`` whose weight reaches `needed`; everything where `needed` is negative.
 

@@ -40,7 +40,7 @@ def accept_greedy(tree: DraftTree, target: Int[Array, "B T"]) -> Acceptance:
     """
     agrees = tree.tokens == _at_parent(tree, target)
     path, count = _walk(tree, agrees)
-    return _emit(tree, path, count, _at(target, _last(path, count)))
+    return _emit(tree, path, count, _at(target, _at(path, count)))
 
 
 def accept_target_only(
@@ -75,8 +75,8 @@ def accept_target_only(
     lucky = _at_parent(tree, coins) < cumulative / max(threshold_acc, 1e-9)
     path, count = _walk(tree, (own > 0) & (lucky | (own >= threshold_single)))
 
-    last = _last(path, count)
-    row = _row(probs, last)
+    last = _at(path, count)
+    row = _at(probs, last)
     refused = _children(tree, last) & (count < tree.max_depth)[:, None]
     refused_ids = jnp.where(refused & (tree.tokens >= 0), tree.tokens, vocab)
     left = row.at[jnp.arange(row.shape[0])[:, None], refused_ids].set(0, mode="drop")
@@ -149,10 +149,6 @@ def _at(values: Array, node: Int[Array, " B"]) -> Array:
 def _at_parent(tree: DraftTree, values: Array) -> Array:
     """What stands at each node's parent; node 0 gets its own entry, which nobody reads."""
     return jnp.take_along_axis(values, jnp.clip(tree.parent, 0, tree.num_nodes - 1), 1)
-
-
-def _last(path: Int[Array, "B A"], count: Int[Array, " B"]) -> Int[Array, " B"]:
-    return _at(path, count)
 
 
 def _children(tree: DraftTree, node: Int[Array, " B"]) -> Bool[Array, "B T"]:
