@@ -1,0 +1,91 @@
+"""What outlives a call of `generate`: earlier outputs and external corpora, held on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxspec.drafters.ngram_config import NgramConfig
+from jaxspec.drafters.ngram_corpus import Corpus, CorpusError, read_jsonl, tokenize
+from jaxspec.drafters.ngram_trie import MatchTree, NgramTrie
+
+
+def encoder(tokenizer: Any):
+    """Text to token ids without special tokens, from a `tokenizers.Tokenizer`, a transformers tokenizer or a function."""
+    if not hasattr(tokenizer, "encode"):
+        return tokenizer
+
+    def encode(text: str) -> Sequence[int]:
+        result = tokenizer.encode(text, add_special_tokens=False)
+        return getattr(result, "ids", result)
+
+    return encode
+
+
+class NgramHistory:
+    """Earlier outputs and corpora that NGRAM drafts may copy from; pass it as ``draft=`` to share them between calls.
+
+    Example:
+      >>> history = NgramHistory()
+      >>> history.insert([1, 2, 3, 4])
+      >>> history.match([9, 2, 3], num_draft_tokens=4).tokens
+      [3, 4]
+    """
+
+    def __init__(self, config: NgramConfig = NgramConfig()):  # noqa: B008 (frozen)
+        self.config = config
+        self.trie = NgramTrie(config)
+        self.corpora: dict[str, Corpus] = {}
+
+    def __repr__(self) -> str:
+        """Counts, for a person."""
+        corpora = ", ".join(f"{name}: {corpus.num_tokens} tokens" for name, corpus in sorted(self.corpora.items()))
+        return f"NgramHistory({len(self.trie)} n-grams; corpora: {corpora or 'none'})"
+
+    def insert(self, tokens: Sequence[int]) -> None:
+        """Takes in one text: a prompt with its output."""
+        self.trie.insert(tokens)
+
+    def add_corpus(self, source: str | Path | Iterable[str], tokenizer: Any, corpus_id: str | None = None) -> int:
+        """Adds a corpus and returns how many tokens it has.
+
+        Args:
+          source: path of a JSONL file (one JSON string a line), or texts.
+          tokenizer: a tokenizer, or a function from text to ids.
+          corpus_id: a name for `remove_corpus`; the path if there is one, "corpus" otherwise.
+
+        Raises:
+          CorpusError: the id is taken, the corpus is empty or too long, or a line is not a JSON string.
+        """
+        is_path = isinstance(source, str | Path)
+        name = corpus_id or (str(source) if is_path else "corpus")
+        if name in self.corpora:
+            raise CorpusError(f"a corpus with the id {name!r} exists already: remove it first or choose another id")
+        documents = read_jsonl(source) if is_path else source
+        tokens = tokenize(documents, encoder(tokenizer), self.config.external_corpus_max_tokens, name)
+        self.corpora[name] = Corpus.build(tokens, self.config)
+        return self.corpora[name].num_tokens
+
+    def remove_corpus(self, corpus_id: str) -> None:
+        """Removes a corpus. Raises CorpusError if there is none of that id."""
+        if corpus_id not in self.corpora:
+            raise CorpusError(f"no corpus has the id {corpus_id!r}; there are: {', '.join(sorted(self.corpora)) or 'none'}")
+        del self.corpora[corpus_id]
+
+    def match(self, context: Sequence[int], num_draft_tokens: int) -> MatchTree:
+        """The draft tree that the host would propose: SGLang's, with nothing of the request's own text but what was inserted.
+
+        Every corpus has an equal part of external_sam_budget, the trie what remains.
+        """
+        context, budget = [int(t) for t in context], num_draft_tokens - 1
+        share = corpus_share(self.config, len(self.corpora))
+        tree = self.trie.match(context, budget - share * len(self.corpora))
+        for _, corpus in sorted(self.corpora.items()):
+            tree.merge(corpus.match(context, share), budget)
+        return tree
+
+
+def corpus_share(config: NgramConfig, num_corpora: int) -> int:
+    """Draft nodes that each corpus may take."""
+    return config.external_sam_budget // num_corpora if num_corpora else 0
