@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxspec.config import ModelConfig
+from jaxspec.config import ConfigError, ModelConfig, SpecConfig, resolve_tree
 from jaxspec.drafters.base import Drafter, Proposal, RoundContext
 from jaxspec.kvcache import LayerKV, init_layers
 from jaxspec.models import decoder
@@ -117,3 +117,34 @@ class StandaloneDrafter(Drafter):
             num_steps=self.num_steps, topk=k, num_draft_tokens=self.num_draft_tokens,
         )  # fmt: skip
         return self.proposal(tree, state._replace(layers=layers), ctx)
+
+
+def resolve(spec: SpecConfig, config: ModelConfig) -> SpecConfig:
+    """num_steps/topk/num_draft_tokens 3/1/4 unless all three are given."""
+    del config
+    return resolve_tree(spec, (3, 1, 4), "STANDALONE")
+
+
+def build(target, draft, spec: SpecConfig) -> tuple[StandaloneDrafter, dict]:
+    """The drafter for a draft model, whose vocabulary must be the target's, id by id.
+
+    Raises:
+      ConfigError: the vocabularies differ; the message names the first difference.
+    """
+    if draft.config.vocab_size != target.config.vocab_size:
+        raise ConfigError(
+            f"STANDALONE needs one vocabulary: the target has {target.config.vocab_size} tokens, "
+            f"the draft {draft.config.vocab_size}"
+        )
+    if target.tokenizer is not None and draft.tokenizer is not None:
+        ours, theirs = target.tokenizer.vocab, draft.tokenizer.vocab
+        if ours != theirs:
+            token = min(ours.keys() ^ theirs.keys() or {t for t in ours if ours[t] != theirs[t]})
+            raise ConfigError(
+                f"STANDALONE needs one vocabulary: token {token!r} is id {ours.get(token)} for the target and "
+                f"{theirs.get(token)} for the draft (None: absent)"
+            )
+    drafter = StandaloneDrafter(
+        draft=draft.config, num_steps=spec.num_steps, topk=spec.topk, num_draft_tokens=spec.num_draft_tokens
+    )
+    return drafter, draft.tree

@@ -1,0 +1,18 @@
+"""Errors of reading and writing checkpoints; every message names the file or tensor and says what would be right."""
+
+from __future__ import annotations
+
+
+class ConversionError(ValueError):
+    """A checkpoint that cannot be read, does not fit its configuration, or cannot be written."""
+
+
+class MissingFileError(ConversionError, FileNotFoundError):
+    """A file or folder that is not there."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class UnsafePickleError(ConversionError):
+    """A pickle that asks for more than tensors: it is refused before anything in it can run."""

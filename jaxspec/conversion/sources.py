@@ -1,0 +1,164 @@
+"""What is this path? Every kind of source is one entry of `RECOGNISERS`, which opens it as a `Checkpoint`.
+
+A `Checkpoint` is lazy: it knows the configuration, the names and shapes of all tensors and the table of rules, and has read
+no weights. `jaxspec.load` and ``python -m jaxspec.convert`` do the same from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspec.config import ModelConfig
+from jaxspec.conversion import hf, hf_config, store
+from jaxspec.conversion.errors import ConversionError, MissingFileError
+from jaxspec.conversion.mapping import COPY, Ignored, Rule, build, check, flatten, table
+from jaxspec.conversion.readers import TensorSource, open_tensors
+from jaxspec.conversion.tokenizer import TokenizerFiles
+from jaxspec.models.decoder import param_shapes
+
+
+@dataclass(frozen=True)
+class Part:
+    """One parameter tree inside a checkpoint: its configuration, the shapes it must have and the rules that fill it."""
+
+    config: Any
+    shapes: Mapping
+    rules: tuple[Rule, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened source.
+
+    Attributes:
+      source: where it is.
+      format: what it is, in words.
+      main: the model, or the draft head when the source is one.
+      tensors: its tensors.
+      ignored: tensors that may stay unused.
+      tokenizer: its tokenizer files, if any.
+      drafts: heads stored in the same files (MTP layers), by name; tensors are used once over `main` and all of them.
+    """
+
+    source: Path
+    format: str
+    main: Part
+    tensors: TensorSource
+    ignored: tuple[Ignored, ...] = ()
+    tokenizer: TokenizerFiles | None = None
+    drafts: Mapping[str, Part] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Any:
+        """The main part's configuration."""
+        return self.main.config
+
+    def parts(self) -> dict[str, Part]:
+        """The main part under the empty name, then the drafts."""
+        return {"": self.main, **self.drafts}
+
+    def _joined(self) -> tuple[list[Rule], dict]:
+        rules, shapes = [], {}
+        for name, part in self.parts().items():
+            lead = f"drafts/{name}/" if name else ""
+            rules += [Rule(lead + r.target, r.sources, r.transform) for r in part.rules]
+            shapes |= {lead + path: shape for path, shape in flatten(part.shapes).items()}
+        return rules, shapes
+
+    def check(self) -> None:
+        """Each tensor used once, each parameter filled once, each shape right (`jaxspec.conversion.mapping.check`)."""
+        rules, shapes = self._joined()
+        try:
+            check(rules, shapes, self.tensors, self.ignored)
+        except ConversionError as error:
+            raise ConversionError(f"{self.source}: {error}") from None
+
+    def table(self, dtype=None) -> str:
+        """The mapping table as text."""
+        rules, shapes = self._joined()
+        return table(rules, shapes, self.tensors, self.ignored, dtype)
+
+    def build(self, part: Part, dtype=None) -> Iterator[tuple[str, np.ndarray]]:
+        """Streams the parameters of one part."""
+        return build(part.rules, self.tensors, dtype)
+
+
+Opener = Callable[[Path, ModelConfig | None], Checkpoint]
+
+
+@dataclass(frozen=True)
+class Recogniser:
+    """``matches(path)`` looks at names and small JSON files only; ``open(path, target)`` may need the target's config."""
+
+    format: str
+    matches: Callable[[Path], bool]
+    open: Opener
+
+
+def open_converted(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
+    """A converted folder: its parameters fill themselves."""
+    del target
+    config, data = store.read_config(folder)
+    tensors = store.ConvertedTensors(folder / "params", data["num_shards"])
+    shapes = shapes_of(config)
+    rules = tuple(Rule(path, (path,), COPY) for path in sorted(flatten(shapes), key=list(tensors.info).index))
+    return Checkpoint(
+        folder, "converted folder", Part(config, shapes, rules), tensors, tokenizer=TokenizerFiles.of_folder(folder)
+    )
+
+
+def open_hf(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
+    """A Hugging Face folder: ``config.json`` and safetensors or ``pytorch_model*.bin``."""
+    del target
+    config = hf_config.read_config(folder)
+    tensors = open_tensors(folder)
+    prefix, head = hf.find_prefix(tensors)
+    main = Part(config, shapes_of(config), tuple(hf.rules_for(config, prefix, head)))
+    ignored = tuple(hf.ignored_for(config, prefix, head))
+    return Checkpoint(folder, "Hugging Face folder", main, tensors, ignored, TokenizerFiles.of_folder(folder))
+
+
+SHAPES: dict[type, Callable[[Any], Mapping]] = {ModelConfig: param_shapes}
+"""Configuration class → the shapes of its parameter tree."""
+
+
+def shapes_of(config: Any) -> Mapping:
+    """The parameter tree of a configuration as shapes."""
+    return SHAPES[type(config)](config)
+
+
+RECOGNISERS: list[Recogniser] = [
+    Recogniser("converted folder", lambda p: p.is_dir() and store.is_converted(p), open_converted),
+    Recogniser("Hugging Face folder", lambda p: p.is_dir() and (p / "config.json").exists(), open_hf),
+]
+"""Tried in this order; the special ones stand before the general ones."""
+
+
+def open_checkpoint(path: str | Path, target: ModelConfig | None = None) -> Checkpoint:
+    """Recognises and opens a source.
+
+    Args:
+      path: a file or folder.
+      target: the target's configuration, which some draft formats need.
+
+    Raises:
+      MissingFileError: nothing is there.
+      ConversionError: it is nothing that is known, or not well formed.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise MissingFileError(f"{path} does not exist")
+    recogniser = next((r for r in RECOGNISERS if r.matches(path)), None)
+    if recogniser is None:
+        found = ", ".join(sorted(p.name for p in path.iterdir())[:8]) if path.is_dir() else f"a file named {path.name}"
+        known = ", ".join(r.format for r in RECOGNISERS)
+        raise ConversionError(f"{path} is none of: {known} (found: {found or 'an empty folder'})")
+    return recogniser.open(path, target)
+
+
+__all__: Sequence[str] = ("RECOGNISERS", "SHAPES", "Checkpoint", "Part", "Recogniser", "open_checkpoint", "shapes_of")

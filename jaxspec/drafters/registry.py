@@ -1,0 +1,102 @@
+"""Which algorithm there is, which parameters it takes, and how its drafter is built. One entry per algorithm."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from jaxspec.config import ConfigError, ModelConfig, SpecConfig
+from jaxspec.drafters.base import Drafter
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """An algorithm's entry.
+
+    Attributes:
+      resolve: fills in and checks the tree parameters for a target.
+      build: (target, draft, resolved spec) -> (drafter, its parameter tree or None).
+      needs_draft: whether a draft must be given.
+      draft_help: what to pass as ``draft``, for error messages.
+    """
+
+    resolve: Callable[[SpecConfig, ModelConfig], SpecConfig]
+    build: Callable[[Any, Any, SpecConfig], tuple[Drafter, Any]]
+    needs_draft: bool
+    draft_help: str
+
+
+def _entry(module: str, needs_draft: bool, draft_help: str) -> Algorithm:
+    """An entry whose module is imported when it is first used."""
+
+    def resolve(spec: SpecConfig, config: ModelConfig) -> SpecConfig:
+        return importlib.import_module(module).resolve(spec, config)
+
+    def build(target, draft, spec: SpecConfig) -> tuple[Drafter, Any]:
+        return importlib.import_module(module).build(target, draft, spec)
+
+    return Algorithm(resolve, build, needs_draft, draft_help)
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "NONE": _entry("jaxspec.drafters.plain", False, "nothing"),
+    "NGRAM": _entry("jaxspec.drafters.ngram", False, "nothing, or a jaxspec.NgramHistory"),
+    "STANDALONE": _entry("jaxspec.drafters.standalone", True, "a smaller model with the same vocabulary (jaxspec.load)"),
+}
+
+
+def find(name: str) -> tuple[str, Algorithm]:
+    """Looks an algorithm up under SGLang's name, in any case. Raises ConfigError with the known names."""
+    key = str(name).upper()
+    if key not in ALGORITHMS:
+        known = ", ".join(n.lower() for n in ALGORITHMS)
+        raise ConfigError(f"algorithm={name!r} is not known; known: auto, {known}")
+    return key, ALGORITHMS[key]
+
+
+def choose(algorithm: str, target, draft) -> tuple[str, Any]:
+    """Settles the algorithm and the draft.
+
+    "auto" takes what the given draft is for, else a draft that came with the target, else NGRAM.
+
+    Args:
+      algorithm: a name or "auto".
+      target: the target's `ModelParams`.
+      draft: what the user gave: a loaded draft or model, an `NgramHistory`, or None.
+
+    Returns:
+      The algorithm's name and the draft to use.
+
+    Raises:
+      ConfigError: the draft is for another algorithm, or one is missing.
+    """
+    own = draft_algorithm(draft) if draft is not None else None
+    if str(algorithm).lower() == "auto":
+        if own is not None:
+            return own, draft
+        for candidate in target.drafts.values():
+            return draft_algorithm(candidate), candidate
+        return "NGRAM", None
+    name, entry = find(algorithm)
+    if own is not None and own != name:
+        raise ConfigError(f"algorithm={algorithm!r} was asked for, but the given draft is for {own}: {draft!r}")
+    if draft is None:
+        draft = next((d for d in target.drafts.values() if draft_algorithm(d) == name), None)
+    if draft is None and entry.needs_draft:
+        raise ConfigError(f"algorithm={algorithm!r} needs draft=…: {entry.draft_help}")
+    return name, draft
+
+
+def draft_algorithm(draft) -> str:
+    """The algorithm that an object passed as ``draft`` is for. Raises ConfigError for anything else."""
+    algorithm = getattr(draft, "draft_algorithm", None)
+    if algorithm is None:
+        algorithm = getattr(getattr(draft, "config", None), "algorithm", None)
+    if algorithm is None:
+        raise ConfigError(
+            f"draft={type(draft).__name__} is not a draft: pass what jaxspec.load or jaxspec.load_draft returned, or a "
+            "jaxspec.NgramHistory"
+        )
+    return algorithm

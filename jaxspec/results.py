@@ -1,0 +1,123 @@
+"""What generation gives back: text, tokens and statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Stats:
+    """How a generation went.
+
+    Attributes:
+      algorithm: the drafter that was used.
+      num_steps, topk, num_draft_tokens: the tree it drafted (None where the algorithm has no such parameter).
+      prompt_tokens, completion_tokens: tokens in and out.
+      rounds: draft-and-verify rounds.
+      accept_length: tokens emitted by rounds / rounds: bonus tokens in, the prefill's token out. 1.0 for plain decoding.
+      accepted: drafts that were emitted.
+      proposed: drafts that were proposed.
+      accept_by_depth: share of rounds that emitted a draft at depth 1, 2, …
+      accepted_histogram: entry i counts rounds that emitted exactly i drafts.
+      prefill_seconds: from the start to the first token, without compilation.
+      decode_seconds: all rounds (of the whole batch), without compilation.
+      compile_seconds: compilation during this call; 0 once the programs are known.
+      tokens_per_second: tokens emitted by rounds / decode_seconds.
+      time_to_first_token: seconds until the first token was known, compilation included.
+    """
+
+    algorithm: str = "NONE"
+    num_steps: int | None = None
+    topk: int | None = None
+    num_draft_tokens: int | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    rounds: int = 0
+    accept_length: float = 1.0
+    accepted: int = 0
+    proposed: int = 0
+    accept_by_depth: tuple[float, ...] = ()
+    accepted_histogram: tuple[int, ...] = ()
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    time_to_first_token: float = 0.0
+
+    def to_json(self) -> dict:
+        """Plain JSON types under the same names."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        tree = "/".join(str(v) for v in (self.num_steps, self.topk, self.num_draft_tokens) if v is not None)
+        lines = [
+            ("algorithm", f"{self.algorithm} {tree}".strip()),
+            ("tokens", f"{self.prompt_tokens} in, {self.completion_tokens} out, {self.rounds} rounds"),
+            ("accept length", f"{self.accept_length:.2f} tokens a round"),
+        ]
+        if self.proposed:
+            by_depth = " ".join(f"{share:.0%}" for share in self.accept_by_depth)
+            lines.append(("drafts", f"{self.accepted} of {self.proposed} proposed were accepted; by depth {by_depth}"))
+        lines.append(("decoding", f"{self.tokens_per_second:.1f} tokens/s ({self.decode_seconds:.2f} s)"))
+        compiling = f", compiling {self.compile_seconds:.1f} s" if self.compile_seconds else ""
+        lines.append(("first token", f"{self.time_to_first_token:.2f} s (prefill {self.prefill_seconds:.2f} s{compiling})"))
+        return "\n".join(f"{name:>14}: {value}" for name, value in lines)
+
+
+@dataclass(frozen=True, repr=False)
+class GenerationResult:
+    """One answer.
+
+    Attributes:
+      text: the new text without the stop; None for a model without a tokenizer.
+      tokens: the new token ids, a stop id included.
+      finish_reason: "stop" or "length".
+      stats: see `Stats`.
+      from_draft: for each token, whether a draft proposed it (else the target alone chose it).
+      pieces: each token's text, for display; empty without a tokenizer.
+    """
+
+    text: str | None
+    tokens: list[int]
+    finish_reason: str
+    stats: Stats
+    from_draft: list[bool] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        shown = self.text if self.text is not None else f"{self.tokens}"
+        return f"{shown}\n[{self.finish_reason}]\n{self.stats}"
+
+    def _repr_html_(self) -> str:
+        from jaxspec.viz import result_html
+
+        return result_html(self)
+
+
+def acceptance(
+    from_draft: np.ndarray, round_of: np.ndarray, proposed_upto: np.ndarray, max_drafts: int
+) -> dict[str, int | float | tuple]:
+    """Acceptance statistics of one sequence from its token log, whatever cut it.
+
+    Args:
+      from_draft, round_of, proposed_upto: what `RoundState` recorded for each output token that was kept.
+      max_drafts: most drafts that a round can accept.
+    """
+    in_rounds = round_of > 0
+    rounds = int(round_of[-1]) if len(round_of) else 0
+    drafts = np.bincount(round_of[from_draft & in_rounds], minlength=rounds + 1)[1 : rounds + 1]
+    histogram = np.bincount(drafts, minlength=max_drafts + 1)
+    reached = [float((drafts > depth).mean()) if rounds else 0.0 for depth in range(max_drafts)]
+    while reached and reached[-1] == 0.0:
+        reached.pop()
+    return {
+        "rounds": rounds,
+        "accept_length": float(in_rounds.sum() / rounds) if rounds else 1.0,
+        "accepted": int(drafts.sum()),
+        "proposed": int(proposed_upto[-1]) if len(proposed_upto) else 0,
+        "accept_by_depth": tuple(reached),
+        "accepted_histogram": tuple(int(n) for n in histogram),
+    }

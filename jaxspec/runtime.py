@@ -1,0 +1,68 @@
+"""Settings of JAX and XLA that jaxspec applies, in one place, and the cache of compiled programs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def cache_dir() -> Path:
+    """The user's cache folder for jaxspec: $JAXSPEC_CACHE, else $XDG_CACHE_HOME/jaxspec, else ~/.cache/jaxspec."""
+    if os.environ.get("JAXSPEC_CACHE"):
+        return Path(os.environ["JAXSPEC_CACHE"]).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxspec"
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs between processes, unless the user chose a folder (or none) through JAX's own settings.
+
+    ``JAX_COMPILATION_CACHE_DIR`` wins; ``JAXSPEC_COMPILATION_CACHE=0`` switches it off.
+    """
+    if jax.config.jax_compilation_cache_dir is not None or os.environ.get("JAXSPEC_COMPILATION_CACHE") == "0":
+        return
+    folder = cache_dir() / "compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return  # a read-only home: compile anew each time
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+_COMPILED: dict[Any, Any] = {}
+
+
+def compiled(function, *args, **static) -> tuple[Any, float]:
+    """The compiled form of a jitted function for these arguments, and the seconds spent on compiling it (0 when known).
+
+    Compiling apart from running keeps compile time out of every timing that is reported. `args` are the traced
+    arguments, in order, `static` the static ones by name.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    shapes = tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
+    key = (function, tree, shapes, tuple(sorted(static.items())))
+    if key in _COMPILED:
+        return _COMPILED[key], 0.0
+    start = time.perf_counter()
+    _COMPILED[key] = function.lower(*args, **static).compile()
+    return _COMPILED[key], time.perf_counter() - start
+
+
+def available_bytes() -> int | None:
+    """Memory that a new pool may take: free memory of the first device, or of this machine for a CPU; None if unknown."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        if "bytes_limit" not in stats:
+            return None
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    try:
+        with open("/proc/meminfo") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
