@@ -21,7 +21,8 @@ class RopeConfig:
 
     ``kind`` is ``default``, ``linear`` (positions divided by `factor`), ``llama3`` (wavelength-dependent, Llama 3.1) or
     ``yarn`` (Peng et al. 2023). ``attention_factor`` multiplies cos and sin (YaRN's mscale; 1 otherwise).
-    ``interleaved`` pairs neighbouring channels (DeepSeek checkpoints) instead of the two halves.
+    ``interleaved`` pairs neighbouring channels (DeepSeek checkpoints) instead of the two halves. Only the first
+    ``fraction`` of a head's channels rotates (Qwen3-Next: a quarter).
     """
 
     theta: float = 10000.0
@@ -34,11 +35,17 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     interleaved: bool = False
+    fraction: float = 1.0
 
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Mixture of experts: softmax routing (Qwen3-MoE) or DeepSeek-V3's sigmoid routing within groups."""
+    """Mixture of experts: softmax routing (Qwen3-MoE, DeepSeek-V2) or DeepSeek-V3's sigmoid routing with a correction bias.
+
+    ``scoring`` is "softmax" or "sigmoid"; ``group_score`` ranks a group of experts by its best one ("max") or its two
+    best ("top2"). Experts that every token takes are one MLP of ``shared_ffn_size`` (0 for none), weighed by a sigmoid
+    with ``shared_gate`` (Qwen3-Next).
+    """
 
     num_experts: int
     num_experts_per_token: int
@@ -48,7 +55,8 @@ class MoEConfig:
     scoring: str = "softmax"
     num_groups: int = 1
     num_groups_per_token: int = 1
-    num_shared_experts: int = 0
+    shared_ffn_size: int = 0
+    shared_gate: bool = False
     routed_scale: float = 1.0
     group_score: str = "max"
 
@@ -69,7 +77,8 @@ class ModelConfig:
     """One decoder-only transformer.
 
     ``windows[i]`` is layer i's sliding window in positions (a query at p sees keys p-window+1 … p), None for full
-    attention; a layer with a window uses ``rope_local`` when that is given (Gemma 3). ``sandwich_norms`` adds norms
+    attention; a layer with a window uses ``rope_local`` when that is given (Gemma 3). ``attention_gate`` multiplies the
+    attention output by a sigmoid of a further projection (Qwen3-Next). ``sandwich_norms`` adds norms
     behind attention and MLP (Gemma 2/3), ``norm_plus_one`` scales by 1 + w. ``embedding_scale`` multiplies embeddings.
     """
 
@@ -92,6 +101,7 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    attention_gate: bool = False
     norm_plus_one: bool = False
     sandwich_norms: bool = False
     embedding_scale: float = 1.0
@@ -116,6 +126,11 @@ class ModelConfig:
             raise ConfigError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if len(self.windows) != self.num_layers:
             raise ConfigError(f"{len(self.windows)} attention windows for num_layers={self.num_layers}")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that the rotary embedding turns."""
+        return int(self.head_dim * self.rope.fraction) if self.mla is None else self.mla.rope_head_dim
 
     @property
     def key_head_dim(self) -> int:

@@ -1,4 +1,5 @@
-"""A decoder-only transformer over a nested-dict Flax parameter tree: Llama, Mistral, Qwen2/3, Qwen3-MoE, Phi-3, Gemma 2/3.
+"""A decoder-only transformer over a nested-dict Flax parameter tree: Llama, Mistral, Qwen2/3, MiMo, Qwen3-MoE,
+Phi-3, Gemma 2/3, DeepSeek-V2/V3.
 
 Every weight is declared once, in `param_shapes`; conversion, random initialisation and the forward agree on it. A layer
 takes `attend` as an argument: paged for decoding, dense causal for `jaxspec.forward` and training.
@@ -14,15 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
-from jaxspec.models.layers import (
-    activation,
-    apply_rope,
-    dense,
-    gated_mlp,
-    rms_norm,
-    rope_angles,
-    split_qkv,
-)
+from jaxspec.models.deepseek import latent_attention, latent_attention_shapes
+from jaxspec.models.layers import apply_rope, dense, gated_mlp, rms_norm, rope_angles, split_qkv
+from jaxspec.models.moe import mixture_of_experts, moe_shapes
 
 # attend(layer_cache, q [B,T,H,Dk], k [B,T,K,Dk], v [B,T,K,Dv], *, scale, window, softcap) -> (out [B,T,H,Dv], layer_cache)
 Attend = Callable[..., tuple[Array, Any]]
@@ -39,9 +34,9 @@ class Output(NamedTuple):
     layers: tuple
 
 
-def layer_shapes(config: ModelConfig, layer: int) -> dict:
-    """Shapes of one decoder layer's parameters."""
-    E, F, H, K, D = config.hidden_size, config.ffn_size, config.num_heads, config.num_kv_heads, config.head_dim
+def attention_shapes(config: ModelConfig) -> dict:
+    """Shapes of one layer's attention parameters."""
+    E, H, K, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     qkv = {"kernel": (E, (H + 2 * K) * D)}
     out = {"kernel": (H * D, E)}
     if config.qkv_bias:
@@ -51,6 +46,15 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict:
     attention = {"qkv": qkv, "out": out}
     if config.qk_norm:
         attention |= {"q_norm": {"scale": (D,)}, "k_norm": {"scale": (D,)}}
+    if config.attention_gate:
+        attention["gate"] = {"kernel": (E, H * D)}
+    return attention
+
+
+def layer_shapes(config: ModelConfig, layer: int) -> dict:
+    """Shapes of one decoder layer's parameters."""
+    E, F = config.hidden_size, config.ffn_size
+    attention = attention_shapes(config) if config.mla is None else latent_attention_shapes(config)
     shapes = {"input_norm": {"scale": (E,)}, "attention": attention}
     if config.sandwich_norms:
         shapes |= {"post_attention_norm": {"scale": (E,)}, "post_mlp_norm": {"scale": (E,)}}
@@ -63,15 +67,6 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict:
             mlp["gate_up"]["bias"], mlp["down"]["bias"] = (2 * F,), (E,)
         shapes["mlp"] = mlp
     return shapes
-
-
-def moe_shapes(config: ModelConfig) -> dict:
-    """Shapes of a mixture of experts: experts stacked in front (X), gate and up fused."""
-    X, E, F = config.moe.num_experts, config.hidden_size, config.moe.ffn_size
-    return {
-        "router": {"kernel": (E, X)},
-        "experts": {"gate_up": {"kernel": (X, E, 2 * F)}, "down": {"kernel": (X, F, E)}},
-    }
 
 
 def param_shapes(config: ModelConfig) -> dict:
@@ -95,7 +90,7 @@ def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> dict:
         name = path[-1].key
         if name == "scale":
             return jnp.full(shape, 0.0 if config.norm_plus_one else 1.0, dtype)
-        if name == "bias":
+        if name in ("bias", "correction_bias"):
             return jnp.zeros(shape, dtype)
         fan_in = shape[-1] if name == "embedding" else shape[-2]
         return (jax.random.normal(key, shape) * fan_in**-0.5).astype(dtype)
@@ -123,37 +118,20 @@ def unembed(params: dict, config: ModelConfig, hidden: Float[Array, "*R E"]) -> 
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def mixture_of_experts(x: Float[Array, "B T E"], moe: dict, config: ModelConfig) -> Float[Array, "B T E"]:
-    """Softmax routing to the best num_experts_per_token experts (Qwen3-MoE); every expert runs, unchosen ones weigh 0.
-
-    A row's result does not depend on which other rows share the batch.
-    """
-    scores = jax.nn.softmax(dense(x, moe["router"]).astype(jnp.float32), axis=-1)
-    weights, chosen = jax.lax.top_k(scores, config.moe.num_experts_per_token)
-    if config.moe.normalize_weights:
-        weights = weights / weights.sum(-1, keepdims=True)
-    combine = jnp.sum(jax.nn.one_hot(chosen, config.moe.num_experts) * weights[..., None], axis=-2).astype(x.dtype)
-    return run_experts(x, moe["experts"], combine, config.activation)
-
-
-def run_experts(x: Float[Array, "B T E"], experts: dict, combine: Float[Array, "B T X"], act: str) -> Float[Array, "B T E"]:
-    """Σ over experts of their weight times their gated MLP."""
-    gate, up = jnp.split(jnp.einsum("BTE,XEF->BTXF", x, experts["gate_up"]["kernel"].astype(x.dtype)), 2, axis=-1)
-    hidden = activation(act, gate) * up * combine[..., None]
-    return jnp.einsum("BTXF,XFE->BTE", hidden, experts["down"]["kernel"].astype(x.dtype))
-
-
 def attention_block(
     x: Float[Array, "B T E"], params: dict, config: ModelConfig, window: int | None, angles, attend: Attend, cache
 ) -> tuple[Float[Array, "B T E"], Any]:
-    """Projections, q/k norms, rotary embedding, attention, output projection."""
+    """Projections, q/k norms, rotary embedding, attention, a sigmoid gate (Qwen3-Next), output projection."""
     q, k, v = split_qkv(dense(x, params["qkv"]), config)
     if config.qk_norm:
         q = rms_norm(q, params["q_norm"], config.norm_eps, config.norm_plus_one)
         k = rms_norm(k, params["k_norm"], config.norm_eps, config.norm_plus_one)
     q, k = apply_rope(q, angles), apply_rope(k, angles)
     out, cache = attend(cache, q, k, v, scale=config.attention_scale, window=window, softcap=config.attention_softcap)
-    return dense(out.reshape(*x.shape[:2], -1), params["out"]), cache
+    out = out.reshape(*x.shape[:2], -1)
+    if config.attention_gate:
+        out = out * jax.nn.sigmoid(dense(x, params["gate"]))
+    return dense(out, params["out"]), cache
 
 
 def decoder_layer(
@@ -164,8 +142,9 @@ def decoder_layer(
     def norm(y, name):
         return rms_norm(y, params[name], config.norm_eps, config.norm_plus_one)
 
+    attention = attention_block if config.mla is None else latent_attention
     with jax.named_scope("attention"):
-        y, cache = attention_block(
+        y, cache = attention(
             norm(x, "input_norm"), params["attention"], config, config.windows[layer], angles, attend, cache
         )
         x = x + (norm(y, "post_attention_norm") if config.sandwich_norms else y)
@@ -180,7 +159,7 @@ def decoder_layer(
 
 def layer_angles(config: ModelConfig, positions: Int[Array, "B T"]) -> list:
     """Rotary angles for every layer: local ones (Gemma 3) where a layer has a window and the model says so."""
-    dim = config.head_dim if config.mla is None else config.mla.rope_head_dim
+    dim = config.rotary_dim
     full = rope_angles(config.rope, dim, positions)
     local = full if config.rope_local is None else rope_angles(config.rope_local, dim, positions)
     return [full if window is None else local for window in config.windows]

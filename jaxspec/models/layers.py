@@ -86,12 +86,15 @@ def rope_angles(rope: RopeConfig, dim: int, positions: Int[Array, "B T"]) -> tup
 def apply_rope(x: Float[Array, "B T H D"], angles: tuple[Array, Array], interleaved: bool = False) -> Float[Array, "B T H D"]:
     """Rotates the channel pairs (i, i + D/2), or (2i, 2i + 1) when `interleaved`.
 
+    When the angles cover fewer channels than a head has, the remaining ones pass unchanged (partial rotation).
     Interleaved input comes out in half-split order, as DeepSeek's reference does: queries and keys agree, so scores do.
     """
     cos, sin = (a[:, :, None] for a in angles)
-    y = x.astype(jnp.float32)
+    width = 2 * cos.shape[-1]
+    y = x[..., :width].astype(jnp.float32)
     first, second = (y[..., 0::2], y[..., 1::2]) if interleaved else jnp.split(y, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    return rotated if width == x.shape[-1] else jnp.concatenate([rotated, x[..., width:]], -1)
 
 
 def split_qkv(x: Float[Array, "B T O"], config: ModelConfig) -> tuple[Array, Array, Array]:
