@@ -1,5 +1,5 @@
 """Kernels of jaxspec: one contract each, a plain jnp reference beside every one. Nothing here imports jaxspec."""
 
-from pallas_kernels.reference import tree_attention
+from pallas_kernels.tree_attention import tree_attention
 
 __all__ = ["tree_attention"]

@@ -18,6 +18,7 @@ def visible_slots(
     inflight_positions: Int[Array, "B M"],
     num_slots: int,
     window: int | None,
+    sink: int = 0,
 ) -> Bool[Array, "B T L"]:
     """Which of a sequence's slots each query row sees: the mask that `tree_attention` describes."""
     T, M = positions.shape[1], inflight_positions.shape[1]
@@ -35,7 +36,7 @@ def visible_slots(
     mask = jnp.where(inflight[:, None, :], seen & exists[:, None, :], (slot < length[:, None])[:, None, :])
     if window is not None:
         key_position = jnp.where(inflight, entry_position, slot)
-        mask &= positions[:, :, None] - key_position[:, None, :] < window
+        mask &= (positions[:, :, None] - key_position[:, None, :] < window) | (key_position < sink)[:, None, :]
     return mask
 
 
@@ -82,11 +83,7 @@ def tree_attention(
     L = page_table.shape[1] * S
     k = k_pages[page_table].reshape(B, L, K, Dk)
     v = v_pages[page_table].reshape(B, L, K, Dv)
-    mask = visible_slots(length, visible, positions, inflight_positions, L, window)
-    if window is not None and sink:
-        full = visible_slots(length, visible, positions, inflight_positions, L, None)
-        slot = jnp.arange(L)[None]
-        mask |= full & ((slot < sink) & (slot < length[:, None]))[:, None]
+    mask = visible_slots(length, visible, positions, inflight_positions, L, window, sink)
     used = mask.any(1)[..., None, None]
     k = jnp.where(used, k, 0).astype(jnp.float32)
     v = jnp.where(used, v, 0).astype(jnp.float32)

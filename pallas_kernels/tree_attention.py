@@ -1,0 +1,107 @@
+"""The attention of the whole project behind one function: prefill chunks, plain decoding, draft levels, verify trees.
+
+The contract is `pallas_kernels.reference.tree_attention`; here a back end is chosen for it, by platform, in one place.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+from pallas_kernels import reference, tilings, tree_attention_triton
+from pallas_kernels.tilings import Tiling
+
+Backend = Literal["reference", "triton", "mosaic"]
+
+
+@functools.cache
+def _mosaic():
+    """The Mosaic GPU kernel's module, or None where this jax is too old for it."""
+    try:
+        from pallas_kernels import tree_attention_mosaic
+    except ImportError:
+        return None
+    return tree_attention_mosaic if tree_attention_mosaic.AVAILABLE else None
+
+
+@functools.cache
+def _capability() -> float | None:
+    """Compute capability of the default device, None where it is no CUDA GPU."""
+    if jax.default_backend() not in ("gpu", "cuda"):
+        return None
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    return float(capability) if capability else None
+
+
+@functools.cache
+def _warn_fallback(case: str) -> None:
+    warnings.warn(f"tree_attention: no kernel serves {case}; running the slower jnp reference", stacklevel=4)
+
+
+def choose_backend(q: Array, k_pages: Array, v_pages: Array, capability: float | None) -> Backend:
+    """The back end for a case: Mosaic on Hopper and later, Triton on other CUDA GPUs, the reference for the rest."""
+    if capability is None:
+        return "reference"
+    if capability >= 9.0 and _mosaic() is not None and _mosaic().serves(q, k_pages, v_pages):
+        return "mosaic"
+    if capability >= 8.0 and tree_attention_triton.serves(q, k_pages, v_pages):
+        return "triton"
+    _warn_fallback(
+        f"head sizes {k_pages.shape[-1]}/{v_pages.shape[-1]}, q {q.dtype}, cache {k_pages.dtype}, "
+        f"compute capability {capability}"
+    )
+    return "reference"
+
+
+def tree_attention(
+    q: Float[Array, "B T H Dk"],
+    k_pages: Float[Array, "P S K Dk"],
+    v_pages: Float[Array, "P S K Dv"],
+    page_table: Int[Array, "B N"],
+    length: Int[Array, " B"],
+    visible: UInt32[Array, "B T W"] | None,
+    positions: Int[Array, "B T"],
+    inflight_positions: Int[Array, "B M"],
+    *,
+    scale: float,
+    window: int | None = None,
+    sink: int = 0,
+    softcap: float | None = None,
+    backend: Backend | None = None,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B T H Dv"]:
+    """Attention of T rows over a committed prefix and M >= T in-flight entries of the same paged cache.
+
+    The arguments up to `softcap` and the result are those of `pallas_kernels.reference.tree_attention`.
+
+    Args:
+      backend: None chooses by the default device's platform.
+      tiling: block sizes of the kernel; None takes them from `pallas_kernels.tilings`.
+      interpret: run a kernel on the CPU, slowly.
+
+    Raises:
+      ValueError: a back end was asked for by name that does not serve the case, or not with this jax.
+    """
+    backend = backend or choose_backend(q, k_pages, v_pages, _capability())
+    arguments = (q, k_pages, v_pages, page_table, length, visible, positions, inflight_positions)
+    options = {"scale": scale, "window": window, "sink": sink, "softcap": softcap}
+    if backend == "reference":
+        return reference.tree_attention(*arguments, **options)
+    module = {"triton": tree_attention_triton, "mosaic": _mosaic()}.get(backend)
+    if module is None or not module.serves(q, k_pages, v_pages):
+        raise ValueError(
+            f"backend={backend!r} does not serve head sizes {k_pages.shape[-1]}/{v_pages.shape[-1]}, page size "
+            f"{k_pages.shape[1]}, q {q.dtype}, cache {k_pages.dtype} with jax {jax.__version__}; leave backend=None"
+        )
+    if tiling is None:
+        table = {"triton": tilings.triton_tiling}[backend]
+        rows = q.shape[1] * q.shape[2] // k_pages.shape[2]
+        slots = page_table.shape[1] * k_pages.shape[1]
+        tiling = table(rows, k_pages.shape[-1], v_pages.shape[-1], jnp.dtype(k_pages.dtype).itemsize, slots)
+    return module.tree_attention(*arguments, **options, tiling=tiling, interpret=interpret)

@@ -1,0 +1,304 @@
+"""Tree attention for Pallas' Triton back end: flash decoding over pages, split along the cache.
+
+One program per (kv head, row tile, split, sequence). A row tile stacks query rows and the query heads of one kv head; a
+split is a run of slots whose boundaries are multiples of `Tiling.split`, whatever the sequence's length. Blocks that lie
+wholly in the committed prefix need no mask and take a loop of their own. A second kernel merges the splits that were
+written (Dao et al., Flash-Decoding). Only live blocks are read: trip counts follow the length, page by page.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int, UInt32
+
+from pallas_kernels.inflight import WORD, inflight_words, last_slot
+from pallas_kernels.tilings import Tiling
+
+LOG2E = 1.4426950408889634
+MASKED = -1e30  # finite: a row that has seen nothing yet must give exp2(0), not NaN
+MERGE_CHUNK = 16  # splits that the merge reads at once
+
+
+def channel_chunks(size: int) -> tuple[tuple[int, int], ...]:
+    """A head size as (offset, power of two) pieces: 192 is 128 + 64. Triton's blocks are powers of two."""
+    chunks, offset = [], 0
+    while offset < size:
+        piece = 1 << ((size - offset).bit_length() - 1)
+        chunks.append((offset, piece))
+        offset += piece
+    return tuple(chunks)
+
+
+def serves(q: Array, k_pages: Array, v_pages: Array) -> bool:
+    """Whether this kernel takes the case: head sizes in multiples of 16 and floating caches of 2 or 4 bytes."""
+    sizes = k_pages.shape[-1] % 16 == 0 and v_pages.shape[-1] % 16 == 0
+    kinds = all(x.dtype in (jnp.float32, jnp.bfloat16, jnp.float16) for x in (q, k_pages, v_pages))
+    return sizes and kinds and k_pages.dtype == v_pages.dtype
+
+
+def _dot(a, b, *, trans_b=False):
+    """A product with float32 sums; float32 operands are multiplied as such, not as tf32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return plt.dot(a, b, trans_b=trans_b, precision=precision)
+
+
+def _divide(x, by: int):
+    return lax.div(x, jnp.asarray(by, x.dtype))
+
+
+def _attention(
+    q_ref,  # [B, T, H, Dk]
+    k_ref,  # [P, S, K, Dk]
+    v_ref,  # [P, S, K, Dv]
+    table_ref,  # [B, N]
+    length_ref,  # [B]
+    words_ref,  # [B, T, A]
+    position_ref,  # [B, T]
+    out_ref,  # [B, T, H, Dv], or with splits [B, splits, T, H, Dv] in float32
+    lse_ref=None,  # [B, splits, T, H], log2 of the sum of weights
+    *,
+    rows: int,
+    block: int,
+    split: int,
+    causal: bool,
+    num_inflight: int,
+    scale: float,
+    window: int | None,
+    sink: int,
+    softcap: float | None,
+):
+    head, tile, part, b = (pl.program_id(i) for i in range(4))
+    T, H, Dk = q_ref.shape[1:]
+    S, K, Dv = v_ref.shape[1:]
+    G, A = H // K, words_ref.shape[2]
+    num_slots = table_ref.shape[1] * S
+    common = jnp.promote_types(q_ref.dtype, k_ref.dtype)
+
+    row = tile * rows + jnp.arange(rows)
+    row_live = row < T * G
+    t_out = _divide(row, G)  # past T for rows that do not exist: interpreted stores must drop them, not collide
+    t = jnp.minimum(t_out, T - 1)
+    h = head * G + lax.rem(row, jnp.asarray(G, row.dtype))
+    length = length_ref[b]
+    row_end = jnp.minimum(_divide((tile + 1) * rows + G - 1, G), T)
+    stop = last_slot(length, row_end, causal=causal, M=num_inflight, T=T, num_slots=num_slots)
+    start = part * split
+    stop = jnp.minimum(stop, start + split)
+
+    def written():
+        def channels(chunk):
+            offset, size = chunk
+            return offset + jnp.arange(size)[None]
+
+        qs = [
+            plt.load(q_ref.at[b, t[:, None], h[:, None], channels(c)], mask=row_live[:, None], other=0.0).astype(common)
+            for c in channel_chunks(Dk)
+        ]
+        if window is not None:
+            position = plt.load(position_ref.at[b, t])
+
+        def attend(first, carry, masked):
+            accs, m, l = carry
+            slot = first + jnp.arange(block)
+            live = {"mask": slot < stop, "other": 0} if masked else {}
+            if block <= S and S % block == 0:  # one page a block
+                page = table_ref[b, _divide(first, S)]
+                inside = lax.rem(first, S) + jnp.arange(block)[:, None]
+            else:
+                page = plt.load(table_ref.at[b, _divide(slot, S)], **live)[:, None]
+                inside = lax.rem(slot, jnp.asarray(S, slot.dtype))[:, None]
+            if masked:
+                live = {"mask": live["mask"][:, None], "other": 0.0}
+            keys = [plt.load(k_ref.at[page, inside, head, channels(c)], **live) for c in channel_chunks(Dk)]
+            values = [plt.load(v_ref.at[page, inside, head, channels(c)], **live) for c in channel_chunks(Dv)]
+
+            scores = sum(_dot(qc, kc.astype(common), trans_b=True) for qc, kc in zip(qs, keys, strict=True))
+            if softcap is None:
+                scores = scores * (scale * LOG2E)
+            else:
+                scores = jnp.tanh(scores * (scale / softcap)) * (softcap * LOG2E)
+            if masked:
+                bits = jnp.zeros((rows, block), jnp.int32)
+                in_block = slot - first
+                for w in range(block // WORD):
+                    index = _divide(first, WORD) + w - _divide(length, WORD)
+                    wanted = row_live & (index >= 0) & (index < A)
+                    word = plt.load(words_ref.at[b, t, jnp.broadcast_to(index, (rows,))], mask=wanted, other=0)
+                    bits = jnp.where((_divide(in_block, WORD) == w)[None], word[:, None], bits)
+                seen = (lax.shift_right_logical(bits, jnp.broadcast_to((in_block & 31)[None], bits.shape)) & 1) != 0
+                prefix = (slot < length)[None]
+                if window is not None:
+                    prefix = prefix & ((position[:, None] - slot[None] < window) | (slot < sink)[None])
+                prefix = prefix & row_live[:, None]
+                allowed = prefix | ((slot >= length)[None] & seen)
+                scores = jnp.where(allowed, scores, MASKED)
+                used = allowed.astype(jnp.int32).max(axis=0) != 0
+                values = [jnp.where(used[:, None], vc, 0.0).astype(vc.dtype) for vc in values]
+            m_new = jnp.maximum(m, scores.max(axis=1))
+            p = jnp.exp2(scores - m_new[:, None])
+            if masked:
+                p = jnp.where(allowed, p, 0.0)
+            alpha = jnp.exp2(m - m_new)
+            weights = p.astype(v_ref.dtype)
+            accs = tuple(acc * alpha[:, None] + _dot(weights, vc) for acc, vc in zip(accs, values, strict=True))
+            return accs, m_new, l * alpha + p.sum(axis=1)
+
+        def loop(lower, upper, carry, *, masked, first_of):
+            return lax.fori_loop(lower, upper, lambda i, c: attend(first_of(i), c, masked), carry)
+
+        carry = (
+            tuple(jnp.zeros((rows, size), jnp.float32) for _, size in channel_chunks(Dv)),
+            jnp.full((rows,), MASKED, jnp.float32),
+            jnp.zeros((rows,), jnp.float32),
+        )
+        blocks = _divide(jnp.maximum(stop - start, 0) + block - 1, block)
+        if window is None:
+            full = jnp.minimum(_divide(jnp.maximum(length - start, 0), block), blocks)
+            at = lambda i: start + i * block  # noqa: E731
+            carry = loop(0, full, carry, masked=False, first_of=at)
+            carry = loop(full, blocks, carry, masked=True, first_of=at)
+        else:  # the blocks with sinks, then those from the first key in any row's window on
+            lowest = jnp.where(row_live, position, jnp.iinfo(jnp.int32).max).min()
+            near = jnp.minimum(jnp.maximum(lowest - (window - 1), 0), length)
+            near = jnp.minimum(_divide(jnp.maximum(near - start, 0), block), blocks)
+            sinks = jnp.minimum(_divide(jnp.maximum(min(sink, num_slots) - start, 0) + block - 1, block), near)
+            at = lambda i: start + jnp.where(i < sinks, i, near + i - sinks) * block  # noqa: E731
+            carry = loop(0, sinks + blocks - near, carry, masked=True, first_of=at)
+        accs, m, l = carry
+
+        empty = l == 0.0
+        total = jnp.where(empty, 1.0, l)
+        place = (b, *(() if lse_ref is None else (part,)), t_out[:, None], h[:, None])
+        for chunk, acc in zip(channel_chunks(Dv), accs, strict=True):
+            value = (acc / total[:, None]).astype(out_ref.dtype)
+            plt.store(out_ref.at[(*place, channels(chunk))], value, mask=row_live[:, None])
+        if lse_ref is not None:
+            plt.store(lse_ref.at[b, part, t_out, h], jnp.where(empty, MASKED, m + jnp.log2(total)), mask=row_live)
+
+    if lse_ref is None:
+        written()
+    else:
+        pl.when(start < stop)(written)
+
+
+def _merge(
+    part_ref,  # [B, splits, T, H, Dv] float32
+    lse_ref,  # [B, splits, T, H]
+    length_ref,  # [B]
+    position_ref,  # [B, T]
+    out_ref,  # [B, T, H, Dv]
+    *,
+    split: int,
+    causal: bool,
+    num_inflight: int,
+    num_slots: int,
+    window: int | None,
+    sink: int,
+):
+    h, t, b = (pl.program_id(i) for i in range(3))
+    T, H, Dv = out_ref.shape[1:]
+    splits = part_ref.shape[1]
+    length = length_ref[b]
+    stop = last_slot(length, t + 1, causal=causal, M=num_inflight, T=T, num_slots=num_slots)
+    stop = _divide(stop + split - 1, split)
+    first = 0
+    if window is not None:
+        near = jnp.minimum(jnp.maximum(position_ref[b, t] - (window - 1), 0), length)
+        first = _divide(near, split)
+    sinks = -(-sink // split) if window is not None else 0
+    lower = 0 if sinks else _divide(jnp.asarray(first, jnp.int32), MERGE_CHUNK)
+
+    def add(i, carry):
+        accs, m, l = carry
+        s = i * MERGE_CHUNK + jnp.arange(MERGE_CHUNK)
+        live = (s < stop) & ((s >= first) | (s < sinks)) & (s < splits)
+        at = jnp.minimum(s, splits - 1)
+        lse = plt.load(lse_ref.at[b, at, t, h], mask=live, other=MASKED)
+        m_new = jnp.maximum(m, lse.max())
+        weight = jnp.where(lse > MASKED, jnp.exp2(lse - m_new), 0.0)
+        alpha = jnp.exp2(m - m_new)
+        new = []
+        for (offset, size), acc in zip(channel_chunks(Dv), accs, strict=True):
+            where = (b, at[:, None], t, h, offset + jnp.arange(size)[None])
+            value = plt.load(part_ref.at[where], mask=live[:, None], other=0.0)
+            new.append(acc * alpha + (weight[:, None] * value).sum(axis=0))
+        return tuple(new), m_new, l * alpha + weight.sum()
+
+    zero = tuple(jnp.zeros((size,), jnp.float32) for _, size in channel_chunks(Dv))
+    accs, _, l = lax.fori_loop(
+        lower, _divide(stop + MERGE_CHUNK - 1, MERGE_CHUNK), add, (zero, jnp.float32(MASKED), jnp.float32(0.0))
+    )
+    total = jnp.where(l == 0.0, 1.0, l)
+    for (offset, size), acc in zip(channel_chunks(Dv), accs, strict=True):
+        plt.store(out_ref.at[b, t, h, offset + jnp.arange(size)], (acc / total).astype(out_ref.dtype))
+
+
+def tree_attention(
+    q: Float[Array, "B T H Dk"],
+    k_pages: Float[Array, "P S K Dk"],
+    v_pages: Float[Array, "P S K Dv"],
+    page_table: Int[Array, "B N"],
+    length: Int[Array, " B"],
+    visible: UInt32[Array, "B T W"] | None,
+    positions: Int[Array, "B T"],
+    inflight_positions: Int[Array, "B M"],
+    *,
+    scale: float,
+    window: int | None = None,
+    sink: int = 0,
+    softcap: float | None = None,
+    tiling: Tiling,
+    interpret: bool = False,
+) -> Float[Array, "B T H Dv"]:
+    """The contract of `pallas_kernels.reference.tree_attention`, for the cases that `serves` accepts."""
+    B, T, H, Dk = q.shape
+    _, S, K, Dv = v_pages.shape
+    N, M = page_table.shape[1], inflight_positions.shape[1]
+    G = H // K
+    num_slots = N * S
+    block = tiling.block
+    rows = min(tiling.rows, max(16, pl.next_power_of_2(T * G)))  # a product wants 16 rows at least
+    split = tiling.split or pl.cdiv(num_slots, block) * block
+    splits = pl.cdiv(num_slots, split)
+    tiles = pl.cdiv(T * G, rows)
+    words = inflight_words(length, visible, positions, inflight_positions, window=window, sink=sink)
+    limits = {"causal": visible is None, "num_inflight": M, "window": window, "sink": sink, "split": split}
+    whole = lambda x: pl.BlockSpec(x.shape, lambda *_, n=len(x.shape): (0,) * n)  # noqa: E731
+
+    direct = splits == 1
+    shapes = [jax.ShapeDtypeStruct((B, T, H, Dv), q.dtype)]
+    if not direct:
+        shapes = [
+            jax.ShapeDtypeStruct((B, splits, T, H, Dv), jnp.float32),
+            jax.ShapeDtypeStruct((B, splits, T, H), jnp.float32),
+        ]
+    inputs = (q, k_pages, v_pages, page_table, length, words, positions)
+    results = pl.pallas_call(
+        functools.partial(_attention, rows=rows, block=block, scale=scale, softcap=softcap, **limits),
+        grid=(K, tiles, splits, B),  # heads fastest: the programs that share a page run together
+        in_specs=[whole(x) for x in inputs],
+        out_specs=[whole(x) for x in shapes],
+        out_shape=shapes,
+        compiler_params=plt.CompilerParams(num_warps=tiling.num_warps, num_stages=tiling.num_stages),
+        interpret=interpret,
+        name="tree_attention",
+    )(*inputs)
+    if direct:
+        return results[0]
+    inputs = (*results, length, positions)
+    return pl.pallas_call(
+        functools.partial(_merge, num_slots=num_slots, **limits),
+        grid=(H, T, B),
+        in_specs=[whole(x) for x in inputs],
+        out_specs=whole(jax.ShapeDtypeStruct((B, T, H, Dv), q.dtype)),
+        out_shape=jax.ShapeDtypeStruct((B, T, H, Dv), q.dtype),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="tree_attention_merge",
+    )(*inputs)
