@@ -83,15 +83,20 @@ def param_shapes(config: ModelConfig) -> dict:
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> dict:
-    """Random parameters of the right shapes: normal kernels with variance 1 / fan-in, scales of (an effective) one."""
-    paths, tree = jax.tree_util.tree_flatten_with_path(param_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+    """Random parameters of the right shapes (`init_tree`)."""
+    return init_tree(param_shapes(config), key, dtype, config.norm_plus_one)
+
+
+def init_tree(shapes: dict, key: jax.Array, dtype=jnp.float32, norm_plus_one: bool = False) -> dict:
+    """Random parameters: normal kernels with variance 1 / fan-in, scales of (an effective) one, biases of zero."""
+    paths, tree = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
 
     def leaf(path, shape, key):
         name = path[-1].key
         if name == "scale":
-            return jnp.full(shape, 0.0 if config.norm_plus_one else 1.0, dtype)
+            return jnp.full(shape, 0.0 if norm_plus_one else 1.0, dtype)
         if name in ("bias", "correction_bias"):
-            return jnp.zeros(shape, dtype)
+            return jnp.zeros(shape, dtype if name == "bias" else jnp.float32)
         fan_in = shape[-1] if name == "embedding" else shape[-2]
         return (jax.random.normal(key, shape) * fan_in**-0.5).astype(dtype)
 
