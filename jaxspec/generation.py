@@ -76,7 +76,7 @@ class Session:
         for offset in range(0, max(map(len, self.prompts)), self.chunk):
             at = jnp.int32(offset)
             args = (self.params.tree, self.draft_tree, self.state, at)
-            program, seconds = compiled_round(prefill_chunk, self.program, *args, chunk=self.chunk)
+            program, seconds = compiled(prefill_chunk, *args, program=self.program, chunk=self.chunk)
             compiling += seconds
             self.state = program(*args)
         jax.block_until_ready(self.state.tokens)
@@ -86,7 +86,7 @@ class Session:
     def run(self, rounds: int = UNBOUNDED) -> None:
         """Runs rounds on the device until all sequences are done, at most `rounds`."""
         args = (self.params.tree, self.draft_tree, self.state, jnp.int32(rounds))
-        program, seconds = compiled_round(run_rounds, self.program, *args)
+        program, seconds = compiled(run_rounds, *args, program=self.program)
         self.compile_seconds += seconds
         start = time.perf_counter()
         self.state = program(*args)
@@ -96,11 +96,6 @@ class Session:
     def finish(self, row: int) -> None:
         """Ends a sequence from outside (a stop string was found)."""
         self.state = dataclasses.replace(self.state, done=self.state.done.at[row].set(True))
-
-
-def compiled_round(function, program: Program, *args, **static):
-    """`runtime.compiled` for the two programs of this module, which take the static `program` first."""
-    return compiled(function, *args, program=program, **static)
 
 
 def check_pool(needed: int, what: str) -> None:

@@ -240,7 +240,9 @@ def round_step(program: Program, params: dict, draft_params: Any, state: RoundSt
 
 
 @partial(jax.jit, static_argnames="program", donate_argnames="state")
-def run_rounds(program: Program, params: dict, draft_params: Any, state: RoundState, max_rounds: Int[Array, ""]) -> RoundState:
+def run_rounds(
+    params: dict, draft_params: Any, state: RoundState, max_rounds: Int[Array, ""], *, program: Program
+) -> RoundState:
     """Rounds until every sequence is done, at most `max_rounds` of them: one program, the loop stays on the device."""
 
     def running(carry):
@@ -256,7 +258,7 @@ def run_rounds(program: Program, params: dict, draft_params: Any, state: RoundSt
 
 @partial(jax.jit, static_argnames=("program", "chunk"), donate_argnames="state")
 def prefill_chunk(
-    program: Program, params: dict, draft_params: Any, state: RoundState, start: Int[Array, ""], *, chunk: int
+    params: dict, draft_params: Any, state: RoundState, start: Int[Array, ""], *, program: Program, chunk: int
 ) -> RoundState:
     """Takes in prompt positions start … start + chunk - 1 of every sequence; one whose prompt ends there gets its first token.
 

@@ -22,7 +22,7 @@ def cut_at_stop_string(tokenizer, tokens: list[int], text: str, stop: Sequence[s
     found = [(text.find(s) + len(s), text.find(s)) for s in stop if s in text]
     if not found:
         return None
-    end, begin = min(found)
+    _, begin = min(found)
     low, high = 1, len(tokens)
     while low < high:
         middle = (low + high) // 2
@@ -31,7 +31,6 @@ def cut_at_stop_string(tokenizer, tokens: list[int], text: str, stop: Sequence[s
             high = middle
         else:
             low = middle + 1
-    del end
     return low, text[:begin]
 
 
