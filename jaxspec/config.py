@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -183,6 +184,8 @@ class SpecConfig:
       use_block_verification: whole-block verification (arXiv 2403.10444); implies sampling from the draft.
       draft_window_size: the draft attends to this many last positions only; None for all.
       draft_sink_size: leading positions that a windowed draft still sees.
+      token_map: FR-Spec: target ids that an EAGLE-1/2 draft may propose, or a .pt, .npy or .json file of them.
+      static_tree: EAGLE-1's fixed tree: words of ranks, rank paths, or a `jaxspec.drafters.static_tree.StaticTree`.
       ngram_max_trie_depth: longest suffix that NGRAM matches.
       ngram_min_bfs_breadth, ngram_max_bfs_breadth: children taken per node, falling with the depth.
       ngram_match_type: "BFS" (most recent first) or "PROB" (most frequent first).
@@ -201,6 +204,8 @@ class SpecConfig:
     use_block_verification: bool = False
     draft_window_size: int | None = None
     draft_sink_size: int = 0
+    token_map: str | tuple[int, ...] | None = None
+    static_tree: Any = None
     ngram_max_trie_depth: int = 18
     ngram_min_bfs_breadth: int = 1
     ngram_max_bfs_breadth: int = 10
