@@ -1,0 +1,309 @@
+"""The trie and the corpora as arrays, and their matching on the device.
+
+The host writes its contents into arrays of fixed size between two programs; inside a program every suffix of the text
+is looked up at once and every anchor grows at once. The outcome is a list of candidate nodes, preferred ones first, of
+which `keep_first` and `build_tree` take as many as the tree holds. A node is known by a hash of the tokens on its path:
+two 32-bit words, so that two different paths are taken for one about once in 10^19 pairs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jaxspec.drafters.ngram_config import NgramConfig
+from jaxspec.drafters.ngram_corpus import SEPARATOR, Corpus
+from jaxspec.drafters.ngram_match import suffix_tokens
+from jaxspec.drafters.ngram_trie import NgramTrie, Node, breadths
+from jaxspec.tree import DraftTree, from_parents
+
+FACTORS = (0x9E3779B1, 0x85EBCA77)
+SALTS = (0x27D4EB2F, 0x165667B1)
+PROBES = 4
+
+
+def mix(tokens, word: int):
+    """A hash of single tokens (MurmurHash3's finaliser); takes and gives uint32 arrays of NumPy or jax."""
+    x = tokens + np.uint32(SALTS[word])
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def extend(path, tokens, word: int):
+    """The hash of a path and one more token."""
+    return path * np.uint32(FACTORS[word]) + mix(tokens.astype(np.uint32), word)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["key", "check", "node", "token", "share", "child_start", "child_count"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class TrieArrays:
+    """A trie of M nodes, read-only and shared by all sequences. Node 0 is the root; children stand next to each other.
+
+    Attributes:
+      key: first word of the nodes' path hashes, ascending.
+      check: second word, in the order of `key`.
+      node: the nodes themselves, in the order of `key`; -1 behind the last one.
+      token: each node's token.
+      share: its frequency over the sum of those of its parent's max_bfs_breadth most frequent children.
+      child_start, child_count: its children, preferred ones first.
+    """
+
+    key: UInt32[Array, " M"]
+    check: UInt32[Array, " M"]
+    node: Int[Array, " M"]
+    token: Int[Array, " M"]
+    share: Float[Array, " M"]
+    child_start: Int[Array, " M"]
+    child_count: Int[Array, " M"]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["tokens", "order", "size"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class CorpusArrays:
+    """A corpus, read-only and shared by all sequences: see `ngram_corpus`. M is a power of two, so that shapes are few."""
+
+    tokens: Int[Array, " M"]
+    order: Int[Array, " M"]
+    size: Int[Array, ""]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["token", "path", "above", "valid"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """Nodes that could enter the tree, in order of preference; a parent stands before its children.
+
+    Attributes:
+      token: their tokens.
+      path: hash of the tokens from the root, left out, to the node; 0 is the root.
+      above: the parent's path.
+      valid: which exist.
+    """
+
+    token: Int[Array, "B C"]
+    path: UInt32[Array, "B C 2"]
+    above: UInt32[Array, "B C 2"]
+    valid: Bool[Array, "B C"]
+
+
+def export_trie(trie: NgramTrie | None, config: NgramConfig) -> TrieArrays:
+    """A trie's most recently used device_nodes - 1 nodes, as NumPy arrays; None gives an empty trie."""
+    nodes: list[Node] = [] if trie is None else trie.recent(config.device_nodes - 1)
+    wanted = set(nodes)
+    size = config.device_nodes
+    arrays = {name: np.zeros(size, np.int32) for name in ("token", "child_start", "child_count")}
+    share, parent = np.zeros(size, np.float32), np.zeros(size, np.int64)
+    order = [None if trie is None else trie.root]
+    levels, done = [0, 1], 0
+    while nodes and done < len(order):
+        for index in range(done, len(order)):
+            state = order[index]
+            arrays["child_start"][index] = len(order)
+            best = trie.children(state, max(config.max_bfs_breadth, len(state.children)))
+            total = np.float32(sum(freq for _, _, freq in best[: config.max_bfs_breadth]))
+            for token, child, freq in best:
+                if child in wanted:
+                    arrays["token"][len(order)], parent[len(order)] = token, index
+                    share[len(order)] = np.float32(freq) / total
+                    order.append(child)
+            arrays["child_count"][index] = len(order) - arrays["child_start"][index]
+        done = levels[-1]
+        levels.append(len(order))
+    hashes = np.zeros((2, size), np.uint32)
+    for low, high in zip(levels[1:], levels[2:], strict=False):
+        for word in range(2):
+            hashes[word, low:high] = extend(hashes[word, parent[low:high]], arrays["token"][low:high], word)
+    stored = len(order)
+    by_key = np.argsort(hashes[0, 1:stored], kind="stable") + 1
+    padding = size - by_key.size
+    return TrieArrays(
+        key=np.pad(hashes[0, by_key], (0, padding), constant_values=0xFFFFFFFF),
+        check=np.pad(hashes[1, by_key], (0, padding)),
+        node=np.pad(by_key.astype(np.int32), (0, padding), constant_values=-1),
+        share=share,
+        **arrays,
+    )
+
+
+def export_corpus(corpus: Corpus) -> CorpusArrays:
+    """A corpus as NumPy arrays, padded to a power of two."""
+    size = corpus.tokens.size
+    padding = (0, (1 << max(10, (size - 1).bit_length())) - size)
+    tokens = np.pad(corpus.tokens, padding, constant_values=SEPARATOR)
+    return CorpusArrays(tokens=tokens, order=np.pad(corpus.order, padding), size=np.asarray(size, np.int32))
+
+
+def find_anchors(trie: TrieArrays, tokens: Int[Array, "B L"], last: Int[Array, " B"], depth: int) -> Int[Array, "B D"]:
+    """The node of each suffix of 1 … depth tokens that end at index `last`; -1 where it is not stored or ends the trie."""
+    suffix = suffix_tokens(tokens, last, depth)
+    hashes = []
+    for word in range(2):
+        power = np.cumprod(np.full(depth, FACTORS[word], np.uint64) % 2**32, dtype=np.uint32)
+        power = np.concatenate([np.ones(1, np.uint32), power[:-1]])
+        hashes.append(jnp.cumsum(mix(suffix.astype(jnp.uint32), word) * power, axis=1, dtype=jnp.uint32))
+    first = jnp.searchsorted(trie.key, hashes[0])
+    found = jnp.full(first.shape, -1, jnp.int32)
+    for probe in range(PROBES):
+        at = jnp.minimum(first + probe, trie.key.size - 1)
+        hit = (trie.key[at] == hashes[0]) & (trie.check[at] == hashes[1]) & (found < 0)
+        found = jnp.where(hit, trie.node[at], found)
+    found = jnp.where(suffix >= 0, found, -1)
+    return jnp.where(trie.child_count[jnp.maximum(found, 0)] > 0, found, -1)
+
+
+def grow_anchors(trie: TrieArrays, anchors: Int[Array, "B D"], config: NgramConfig, count: int) -> Candidates:
+    """The first `count` nodes below every anchor in the order of `ngram_trie.grow`, all anchors at once.
+
+    Both orders are one loop: take the best waiting node, let its children wait. For BFS all are equally good and the one that
+    has waited longest goes first.
+
+    Returns:
+      [B, D * count] candidates, those of anchor d (matched length d + 1) at d * count …
+    """
+    width, (batch, depth) = config.max_bfs_breadth, anchors.shape
+    recency = config.match_type == "BFS"
+    breadth = jnp.asarray(breadths(config, count + 1)[1:])
+    slots = jnp.arange(width)
+
+    def wait(node, score, allowed):
+        child = trie.child_start[node][..., None] + slots
+        there = (slots < jnp.minimum(trie.child_count[node], allowed)[..., None]) & (score >= 0)[..., None]
+        child = jnp.where(there, child, 0)
+        return child, jnp.where(there, 1.0 if recency else trie.share[child] * score[..., None], -1.0)
+
+    def step(i, carry):
+        nodes, scores, parents, levels, out = carry
+        best = jnp.argmax(scores, -1)[..., None]
+        pick = partial(jnp.take_along_axis, indices=best, axis=-1)
+        node, score, parent, level = (pick(x)[..., 0] for x in (nodes, scores, parents, levels))
+        scores = jnp.put_along_axis(scores, best, -1.0, -1, inplace=False)
+        token = trie.token[node]
+        above = jnp.take_along_axis(out["path"], parent[..., None, None], 2)[:, :, 0]
+        path = jnp.stack([extend(above[..., word], token, word) for word in range(2)], -1)
+        made = {"token": token, "path": path, "above": above, "valid": score >= 0}
+        out = {name: jax.lax.dynamic_update_index_in_dim(out[name], made[name], i + 1, 2) for name in out}
+        allowed = jnp.take_along_axis(breadth[None], level[..., None] + 1, -1)[..., 0] if recency else width
+        child, child_score = wait(node, score, allowed)
+        values = (child, child_score, jnp.broadcast_to(i + 1, child.shape), jnp.broadcast_to(level[..., None] + 1, child.shape))
+        pools = (nodes, scores, parents, levels)
+        pools = [jax.lax.dynamic_update_slice_in_dim(p, v, (i + 1) * width, -1) for p, v in zip(pools, values, strict=True)]
+        return *pools, out
+
+    shape = (batch, depth)
+    first, first_score = wait(jnp.maximum(anchors, 0), jnp.where(anchors >= 0, 1.0, -1.0), breadth[:, 0] if recency else width)
+    pool = jnp.zeros((*shape, (count + 1) * width), jnp.int32)
+    scores = jnp.full(pool.shape, -1.0).at[..., :width].set(first_score)
+    out = {
+        "token": jnp.zeros((*shape, count + 1), jnp.int32),
+        "path": jnp.zeros((*shape, count + 1, 2), jnp.uint32),
+        "above": jnp.zeros((*shape, count + 1, 2), jnp.uint32),
+        "valid": jnp.zeros((*shape, count + 1), bool),
+    }
+    start = (pool.at[..., :width].set(first), scores, pool, pool, out)
+    *_, out = jax.lax.fori_loop(0, count, step, start)
+    return Candidates(**{name: x[:, :, 1:].reshape(batch, depth * count, *x.shape[3:]) for name, x in out.items()})
+
+
+def chain_candidates(paths: Int[Array, "B R M"], valid: Bool[Array, "B R M"]) -> Candidates:
+    """Candidates for R chains, one after another. A chain ends at its first invalid token."""
+    batch, _, count = paths.shape
+    valid = jnp.cumprod(valid, axis=-1).astype(bool)
+    hashes = [jnp.zeros((*paths.shape[:2], 2), jnp.uint32)]
+    for i in range(count):
+        hashes.append(jnp.stack([extend(hashes[-1][..., word], paths[..., i], word) for word in range(2)], -1))
+    hashes = jnp.stack(hashes, 2)
+    flat = (batch, -1)
+    return Candidates(
+        paths.reshape(flat), hashes[:, :, 1:].reshape(*flat, 2), hashes[:, :, :-1].reshape(*flat, 2), valid.reshape(flat)
+    )
+
+
+def corpus_candidates(
+    corpus: CorpusArrays, tokens: Int[Array, "B L"], last: Int[Array, " B"], config: NgramConfig, count: int
+) -> Candidates:
+    """Continuations of places in a corpus whose text before them is most like the end of the request's text.
+
+    As in REST (He et al. 2023, section 3): one bisection in the sorted contexts, then the max_bfs_breadth neighbours with
+    the longest match, the latest in the corpus first. Unlike the host's `Corpus.match`, which counts all places, it looks
+    at that many. Longer matches come before shorter ones, within one length nodes come level by level.
+    """
+    depth, width = config.max_trie_depth, config.max_bfs_breadth
+    suffix = suffix_tokens(tokens, last, depth)
+
+    def context(rank):
+        place = corpus.order[jnp.clip(rank, 0, corpus.order.size - 1)]
+        index = place[..., None] - jnp.arange(depth)
+        return place, jnp.where(index >= 0, corpus.tokens[jnp.maximum(index, 0)], SEPARATOR)
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = (low + high) // 2
+        _, there = context(middle)
+        differs = there != suffix
+        first = jnp.argmax(differs, -1)[..., None]
+        less = (jnp.take_along_axis(there, first, -1) < jnp.take_along_axis(suffix, first, -1))[..., 0]
+        less &= differs.any(-1) & (low < high)
+        return jnp.where(less, middle + 1, low), jnp.where(less, high, jnp.where(low < high, middle, high))
+
+    zero = jnp.zeros_like(last)
+    low, _ = jax.lax.fori_loop(0, corpus.order.size.bit_length(), halve, (zero, zero + corpus.size))
+    rank = low[:, None] + jnp.arange(-width, width)
+    place, there = context(rank)
+    matched = jnp.sum(jnp.cumprod((there == suffix[:, None]) & (suffix >= 0)[:, None], axis=-1), -1)
+    matched = jnp.where((rank >= 0) & (rank < corpus.size), matched, 0)
+    best = jnp.lexsort((-place, -matched), axis=-1)[:, :width]
+    place, matched = (jnp.take_along_axis(x, best, 1) for x in (place, matched))
+    ahead = place[..., None] + 1 + jnp.arange(count)
+    paths = jnp.where(ahead < corpus.tokens.size, corpus.tokens[jnp.minimum(ahead, corpus.tokens.size - 1)], SEPARATOR)
+    found = chain_candidates(paths, (paths != SEPARATOR) & (matched > 0)[..., None])
+    level = jnp.broadcast_to(jnp.arange(count), paths.shape).reshape(paths.shape[0], -1)
+    return reorder(found, jnp.lexsort((level, -jnp.repeat(matched, count, axis=1)), axis=-1))
+
+
+def reorder(candidates: Candidates, order: Int[Array, "B C"]) -> Candidates:
+    """The candidates in another order."""
+    take = lambda x: jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), 1)  # noqa: E731
+    return jax.tree.map(take, candidates)
+
+
+def join(parts: list[Candidates]) -> Candidates:
+    """Candidates of several sources, earlier ones preferred."""
+    return jax.tree.map(lambda *x: jnp.concatenate(x, 1), *parts)
+
+
+def keep_first(candidates: Candidates, limit: int) -> Candidates:
+    """Leaves the first `limit` distinct nodes valid. A kept node's parent is kept, since it stands before it."""
+    path, valid = candidates.path, candidates.valid
+    same = (path[:, :, None] == path[:, None]).all(-1)
+    index = jnp.arange(path.shape[1])
+    seen = (same & valid[:, None] & (index < index[:, None])).any(-1)
+    valid &= ~seen
+    return dataclasses.replace(candidates, valid=valid & (jnp.cumsum(valid, 1) <= limit))
+
+
+def build_tree(root: Int[Array, " B"], candidates: Candidates, num_draft_tokens: int) -> DraftTree:
+    """The tree of the first num_draft_tokens - 1 distinct candidates; what is missing becomes padding."""
+    batch, count = root.shape[0], num_draft_tokens - 1
+    kept = keep_first(candidates, count)
+    slot = jnp.where(kept.valid, jnp.cumsum(kept.valid, 1) - 1, count)
+    row = jnp.arange(batch)[:, None]
+    place = lambda x: jnp.zeros((batch, count, *x.shape[2:]), x.dtype).at[row, slot].set(x, mode="drop")  # noqa: E731
+    kept = jax.tree.map(place, kept)
+    is_parent = (kept.above[:, :, None] == kept.path[:, None]).all(-1) & kept.valid[:, None]
+    parent = jnp.where((kept.above == 0).all(-1), 0, jnp.where(is_parent.any(-1), jnp.argmax(is_parent, -1) + 1, -1))
+    first = jnp.zeros((batch, 1), jnp.int32)
+    return from_parents(
+        jnp.concatenate([root[:, None], kept.token], 1).astype(jnp.int32),
+        jnp.concatenate([first - 1, parent.astype(jnp.int32)], 1),
+        jnp.concatenate([first == 0, kept.valid], 1),
+        max_depth=count,
+    )

@@ -1,0 +1,180 @@
+"""The trie on the device against the trie on the host, and trees that mix the request's own text with other sources."""
+
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.drafters.ngram import NgramDrafter, device_state, ngram_drafter, propose_tree
+from jaxspec.drafters.ngram_config import NgramConfig
+from jaxspec.drafters.ngram_history import NgramHistory
+from jaxspec.drafters.ngram_lookup import build_tree, find_anchors, grow_anchors, reorder
+from jaxspec.drafters.ngram_match import match_own_tokens
+
+WIDTH = 16
+texts = st.lists(st.lists(st.integers(0, 4), max_size=12), max_size=5)
+contexts = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=3, max_size=3)
+
+
+def config_of(match_type: str, **more) -> NgramConfig:
+    defaults = {"max_trie_depth": 5, "min_bfs_breadth": 1, "max_bfs_breadth": 4, "device_nodes": 512}
+    return NgramConfig(match_type=match_type, **(defaults | more))
+
+
+def pad(rows: list[list[int]], behind: int = 3) -> tuple[jax.Array, jax.Array]:
+    """Texts in a [B, WIDTH] array with something behind them, and the index of their last token."""
+    tokens = np.full((len(rows), WIDTH), behind, np.int32)
+    for row, text in zip(tokens, rows, strict=True):
+        row[: len(text)] = text
+    return jnp.asarray(tokens), jnp.asarray([len(text) - 1 for text in rows])
+
+
+def paths_of(tree, b: int) -> set[tuple[int, ...]]:
+    """Root-to-node paths of one sequence; checks that siblings differ and that padding is nobody's child."""
+    tokens, parent, valid = (np.asarray(x)[b] for x in (tree.tokens, tree.parent, tree.valid))
+    found = {0: ()}
+    for i in range(1, len(tokens)):
+        if valid[i]:
+            found[i] = (*found[int(parent[i])], int(tokens[i]))
+    assert len(set(found.values())) == len(found)
+    return set(found.values()) - {()}
+
+
+@lru_cache
+def trie_matcher(config: NgramConfig, num_draft_tokens: int):
+    """The device's trie alone, without the request's own text."""
+
+    @jax.jit
+    def run(trie, tokens, last):
+        count = num_draft_tokens - 1
+        anchors = find_anchors(trie, tokens, last, config.max_trie_depth)
+        grown = grow_anchors(trie, anchors, config, count)
+        backwards = jnp.arange(config.max_trie_depth)[::-1, None] * count + jnp.arange(count)
+        order = jnp.broadcast_to(backwards.reshape(-1), grown.token.shape)
+        return build_tree(jnp.take_along_axis(tokens, last[:, None], 1)[:, 0], reorder(grown, order), num_draft_tokens)
+
+    return run
+
+
+@pytest.mark.parametrize("match_type", ["BFS", "PROB"])
+@settings(max_examples=80, deadline=None)
+@given(history_texts=texts, rows=contexts, num_draft_tokens=st.sampled_from([2, 9]))
+def test_device_trie_equals_host_trie(match_type, history_texts, rows, num_draft_tokens):
+    config = config_of(match_type)
+    history = NgramHistory(config)
+    for text in history_texts:
+        history.insert(text)
+    trie = device_state(history, config).trie
+    tree = trie_matcher(config, num_draft_tokens)(trie, *pad(rows))
+    for b, row in enumerate(rows):
+        assert paths_of(tree, b) == history.match(row, num_draft_tokens).paths()
+
+
+@lru_cache
+def proposer(drafter: NgramDrafter):
+    return jax.jit(lambda state, tokens, last: propose_tree(drafter, state, tokens, last, tokens[jnp.arange(len(last)), last]))
+
+
+@pytest.mark.parametrize("match_type", ["BFS", "PROB"])
+@settings(max_examples=40, deadline=None)
+@given(history_texts=texts, rows=contexts)
+def test_own_text_and_trie_share_the_tree(match_type, history_texts, rows):
+    drafter = ngram_drafter(9, config_of(match_type), use_trie=True)
+    history = NgramHistory(drafter.config)
+    for text in history_texts:
+        history.insert(text)
+    tokens, last = pad(rows)
+    tree = proposer(drafter)(drafter.refresh(drafter.init(None, 3, 1, 1, WIDTH, None), history), tokens, last)
+    own, matched = match_own_tokens(tokens, last, depth=5, num_drafts=8)
+    for b, row in enumerate(rows):
+        found, anchors = paths_of(tree, b), history.trie.anchors(row)
+        if not matched[b, 0]:
+            assert found == history.match(row, 9).paths()
+        elif not anchors or anchors[0][0] <= matched[b, 0]:
+            assert tuple(own[b, 0].tolist()) in found
+        else:
+            assert anchors[0][1].children.keys() & {path[0] for path in found}
+
+
+def test_without_history_the_tree_is_the_own_chain_alone():
+    tokens, last = pad([[1, 2, 3, 1, 2], [1, 2, 3]])
+    plain = ngram_drafter(5, config_of("BFS"))
+    tree = proposer(plain)((), tokens, last)
+    assert tree.is_chain and tree.max_depth == 4
+    assert tree.tokens[0].tolist() == [2, 3, 1, 2, 3]
+    assert tree.valid.tolist() == [[True] * 5, [True] + [False] * 4]
+    empty = ngram_drafter(5, config_of("BFS"), use_trie=True)
+    other = proposer(empty)(empty.init(None, 2, 1, 1, WIDTH, None), tokens, last)
+    assert not other.is_chain
+    assert paths_of(other, 0) == paths_of(tree, 0) and paths_of(other, 1) == set()
+
+
+def test_two_own_branches_share_their_beginning():
+    tokens, last = pad([[1, 2, 7, 8, 1, 2, 7, 9, 1, 2]])
+    drafter = ngram_drafter(8, config_of("BFS", own_branches=2))
+    found = paths_of(proposer(drafter)((), tokens, last), 0)
+    assert (7, 9, 1, 2, 7, 9, 1) in found and len(found) == 7
+    short = ngram_drafter(6, config_of("BFS", own_branches=2, max_trie_depth=2))
+    assert not proposer(short)((), tokens, last).is_chain
+
+
+def test_a_device_trie_that_is_too_small_keeps_the_recent_part():
+    config = config_of("BFS", device_nodes=8, max_trie_depth=3)
+    history = NgramHistory(config)
+    history.insert([1, 2, 3, 4])
+    history.insert([5, 6, 7])
+    tree = trie_matcher(config, 4)(device_state(history, config).trie, *pad([[5], [1], [6]]))
+    assert paths_of(tree, 0) == {(6,), (6, 7)} and paths_of(tree, 2) == {(7,)}
+    assert paths_of(tree, 1) <= history.match([1], 4).paths()
+
+
+def test_corpora_take_their_reserved_nodes():
+    config = config_of("BFS", external_sam_budget=4)
+    history = NgramHistory(config)
+    history.insert([2, 3, 7, 8, 9, 10, 11])
+    words = {"a": [2, 3, 40, 41, 42], "b": [2, 3, 50, 51, 52], "c": [3, 60]}
+    history.add_corpus(["a", "b"], words.__getitem__, "first")
+    history.add_corpus(["c"], words.__getitem__, "second")
+    drafter = ngram_drafter(8, config, use_trie=True)
+    state = drafter.refresh(drafter.init(None, 2, 1, 1, WIDTH, None), history)
+    tree = proposer(drafter)(state, *pad([[9, 2, 3], [40, 41]]))
+    assert paths_of(tree, 0) == history.match([9, 2, 3], 8).paths()
+    assert paths_of(tree, 0) == {(7,), (7, 8), (7, 8, 9), (50,), (40,), (60,)}
+    assert paths_of(tree, 1) == {(42,)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), min_size=1, max_size=4), contexts)
+def test_corpus_on_the_device_continues_a_longest_match(documents, rows):
+    config = config_of("BFS", external_sam_budget=3)
+    history = NgramHistory(config)
+    history.add_corpus([str(i) for i in range(len(documents))], lambda i: documents[int(i)])
+    drafter = ngram_drafter(9, config, use_trie=True)
+    tokens, last = pad(rows)
+    tree = proposer(drafter)(drafter.refresh((), history), tokens, last)
+    _, matched = match_own_tokens(tokens, last, depth=5, num_drafts=8)
+    corpus = history.corpora["corpus"]
+    for b, row in enumerate(rows):
+        if matched[b, 0]:
+            continue
+        found, all_children = paths_of(tree, b), set()
+        for _, ends in corpus.anchors(row):
+            all_children |= {(token,) for token, _, _ in corpus.children(ends, 99)}
+        assert {path for path in found if len(path) == 1} <= all_children
+        assert bool(found) == bool(all_children)
+
+
+def test_history_is_left_alone_when_the_state_is_used_up():
+    config = config_of("BFS")
+    drafter = ngram_drafter(4, config, use_trie=True)
+    history = NgramHistory(config)
+    history.insert([1, 2, 3])
+    use = jax.jit(lambda state: jax.tree.map(lambda x: x + 0, state), donate_argnums=0)
+    before = [np.asarray(x).copy() for x in jax.tree.leaves(use(drafter.refresh((), history)))]
+    after = jax.tree.leaves(drafter.refresh((), history))
+    assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
+    assert drafter.refresh("kept", None) == "kept"
