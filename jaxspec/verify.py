@@ -72,7 +72,7 @@ def accept_target_only(
     siblings = (tree.parent[:, :, None] == tree.parent[:, None, :]) & tree.valid[:, None, :] & (index > 0)
     up_to = siblings & (index[None, :] <= index[:, None])
     cumulative = jnp.sum(jnp.where(up_to, own[:, None, :], 0), -1)
-    lucky = _at_parent(tree, coins) < cumulative / max(threshold_acc, 1e-9)
+    lucky = _at_parent(tree, coins) < cumulative / jnp.maximum(threshold_acc, 1e-9)
     path, count = _walk(tree, (own > 0) & (lucky | (own >= threshold_single)))
 
     last = _at(path, count)
