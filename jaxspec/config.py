@@ -79,7 +79,7 @@ class ModelConfig:
 
     ``windows[i]`` is layer i's sliding window in positions (a query at p sees keys p-window+1 … p), None for full
     attention; a layer with a window uses ``rope_local`` when that is given (Gemma 3). ``attention_gate`` multiplies the
-    attention output by a sigmoid of a further projection (Qwen3-Next). ``sandwich_norms`` adds norms
+    attention output by a sigmoid of further columns of the fused projection (Qwen3-Next). ``sandwich_norms`` adds norms
     behind attention and MLP (Gemma 2/3), ``norm_plus_one`` scales by 1 + w. ``embedding_scale`` multiplies embeddings.
     """
 

@@ -103,3 +103,13 @@ def step(
     angles = decoder.layer_angles(c, positions)[layer]
     raw, cache = decoder.decoder_layer(x, p["block"], c, layer, angles, attend, cache)
     return Step(norm(raw, "final_norm"), raw, cache)
+
+
+def logits(
+    params: dict, config: MtpConfig, layer: int, target: dict, target_config: ModelConfig, state: Float[Array, "*R E"]
+) -> Float[Array, "*R V"]:
+    """Next-token logits in float32 behind recycled states: the layer's norm where it is still due, then the head."""
+    if not config.recycle_normed:
+        c = config.layers
+        state = rms_norm(state, params["layers"][str(layer)]["final_norm"], c.norm_eps, c.norm_plus_one)
+    return decoder.unembed(target, target_config, state)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.deepseek import latent_attention, latent_attention_shapes
-from jaxspec.models.layers import apply_rope, dense, gated_mlp, rms_norm, rope_angles, split_qkv
+from jaxspec.models.layers import apply_rope, dense, gated_mlp, rms_norm, rope_angles, split_gate, split_qkv
 from jaxspec.models.moe import mixture_of_experts, moe_shapes
 
 # attend(layer_cache, q [B,T,H,Dk], k [B,T,K,Dk], v [B,T,K,Dv], *, scale, window, softcap) -> (out [B,T,H,Dv], layer_cache)
@@ -37,17 +37,16 @@ class Output(NamedTuple):
 def attention_shapes(config: ModelConfig) -> dict:
     """Shapes of one layer's attention parameters."""
     E, H, K, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-    qkv = {"kernel": (E, (H + 2 * K) * D)}
+    width = (H * (1 + config.attention_gate) + 2 * K) * D
+    qkv = {"kernel": (E, width)}
     out = {"kernel": (H * D, E)}
     if config.qkv_bias:
-        qkv["bias"] = ((H + 2 * K) * D,)
+        qkv["bias"] = (width,)
     if config.out_bias:
         out["bias"] = (E,)
     attention = {"qkv": qkv, "out": out}
     if config.qk_norm:
         attention |= {"q_norm": {"scale": (D,)}, "k_norm": {"scale": (D,)}}
-    if config.attention_gate:
-        attention["gate"] = {"kernel": (E, H * D)}
     return attention
 
 
@@ -127,7 +126,10 @@ def attention_block(
     x: Float[Array, "B T E"], params: dict, config: ModelConfig, window: int | None, angles, attend: Attend, cache
 ) -> tuple[Float[Array, "B T E"], Any]:
     """Projections, q/k norms, rotary embedding, attention, a sigmoid gate (Qwen3-Next), output projection."""
-    q, k, v = split_qkv(dense(x, params["qkv"]), config)
+    projected = dense(x, params["qkv"])
+    if config.attention_gate:
+        projected, gate = split_gate(projected, config)
+    q, k, v = split_qkv(projected, config)
     if config.qk_norm:
         q = rms_norm(q, params["q_norm"], config.norm_eps, config.norm_plus_one)
         k = rms_norm(k, params["k_norm"], config.norm_eps, config.norm_plus_one)
@@ -135,7 +137,7 @@ def attention_block(
     out, cache = attend(cache, q, k, v, scale=config.attention_scale, window=window, softcap=config.attention_softcap)
     out = out.reshape(*x.shape[:2], -1)
     if config.attention_gate:
-        out = out * jax.nn.sigmoid(dense(x, params["gate"]))
+        out = out * jax.nn.sigmoid(gate)
     return dense(out, params["out"]), cache
 
 

@@ -97,6 +97,15 @@ def apply_rope(x: Float[Array, "B T H D"], angles: tuple[Array, Array], interlea
     return rotated if width == x.shape[-1] else jnp.concatenate([rotated, x[..., width:]], -1)
 
 
+def split_gate(x: Float[Array, "B T O"], config: ModelConfig) -> tuple[Array, Array]:
+    """Takes the gates, which stand behind each kv head's value, off a fused projection: (what `split_qkv` takes, gates)."""
+    B, T, _ = x.shape
+    K, D = config.num_kv_heads, config.head_dim
+    G = config.num_heads // K
+    x = x.reshape(B, T, K, 2 * G + 2, D)
+    return x[..., : G + 2, :].reshape(B, T, -1), x[..., G + 2 :, :].reshape(B, T, -1)
+
+
 def split_qkv(x: Float[Array, "B T O"], config: ModelConfig) -> tuple[Array, Array, Array]:
     """Splits a fused projection, laid out per kv head as [its G query heads, key, value] so that it shards over kv heads."""
     B, T, _ = x.shape
