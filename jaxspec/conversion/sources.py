@@ -6,7 +6,7 @@ no weights. `jaxspec.load` and ``python -m jaxspec.convert`` do the same from th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.config import ModelConfig
-from jaxspec.conversion import hf, hf_config, store
+from jaxspec.conversion import gguf, gguf_reader, gguf_tokenizer, hf, hf_config, store
 from jaxspec.conversion.errors import ConversionError, MissingFileError
 from jaxspec.conversion.mapping import COPY, Ignored, Rule, build, check, flatten, table
 from jaxspec.conversion.readers import TensorSource, open_tensors
@@ -123,6 +123,15 @@ def open_hf(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
     return Checkpoint(folder, "Hugging Face folder", main, tensors, ignored, TokenizerFiles.of_folder(folder))
 
 
+def open_gguf(file: Path, target: ModelConfig | None = None) -> Checkpoint:
+    """A GGUF file, dequantised to float32 as it is read."""
+    del target
+    reader, config = gguf.read(file)
+    main = Part(config, shapes_of(config), tuple(gguf.model_rules(config)))
+    tokenizer = gguf_tokenizer.tokenizer_files(reader.metadata)
+    return Checkpoint(file, "GGUF file", main, reader, gguf.IGNORED, tokenizer)
+
+
 SHAPES: dict[type, Callable[[Any], Mapping]] = {ModelConfig: param_shapes}
 """Configuration class → the shapes of its parameter tree."""
 
@@ -135,6 +144,7 @@ def shapes_of(config: Any) -> Mapping:
 RECOGNISERS: list[Recogniser] = [
     Recogniser("converted folder", lambda p: p.is_dir() and store.is_converted(p), open_converted),
     Recogniser("Hugging Face folder", lambda p: p.is_dir() and (p / "config.json").exists(), open_hf),
+    Recogniser("GGUF file", gguf_reader.is_gguf, open_gguf),
 ]
 """Tried in this order; the special ones stand before the general ones."""
 
@@ -159,6 +169,3 @@ def open_checkpoint(path: str | Path, target: ModelConfig | None = None) -> Chec
         known = ", ".join(r.format for r in RECOGNISERS)
         raise ConversionError(f"{path} is none of: {known} (found: {found or 'an empty folder'})")
     return recogniser.open(path, target)
-
-
-__all__: Sequence[str] = ("RECOGNISERS", "SHAPES", "Checkpoint", "Part", "Recogniser", "open_checkpoint", "shapes_of")

@@ -1,7 +1,7 @@
 """Text ↔ token ids: the Rust ``tokenizers`` engine, chat templates rendered with jinja2, and streaming decoding.
 
-A tokenizer lives in files: ``tokenizer.json`` (the engine), ``tokenizer_config.json`` (special tokens, maybe the chat template) and
-``chat_template.jinja``. Stop ids are not its business: they come from the model's configuration.
+A tokenizer lives in files: ``tokenizer.json`` (the engine), ``tokenizer_config.json`` (special tokens, maybe the chat
+template) and ``chat_template.jinja``. Stop ids are not its business: they come from the model's configuration.
 """
 
 from __future__ import annotations

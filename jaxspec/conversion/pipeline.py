@@ -1,0 +1,160 @@
+"""`convert`: any recognised source → a converted folder or a Hugging Face folder, written beside the goal and renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxspec.config import ModelConfig
+from jaxspec.conversion import store
+from jaxspec.conversion.errors import ConversionError
+from jaxspec.conversion.sources import Checkpoint, open_checkpoint
+
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+def parse_dtype(dtype: Any) -> np.dtype | None:
+    """A floating type by name or as a type; None stays None.
+
+    Raises ConversionError for anything else.
+    """
+    if dtype is None:
+        return None
+    short = {"fp32": "float32", "f32": "float32", "fp16": "float16", "f16": "float16", "bf16": "bfloat16"}
+    try:
+        name = short.get(dtype, dtype) if isinstance(dtype, str) else np.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in DTYPES:
+        raise ConversionError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    dtype: Any = None,
+    force: bool = False,
+    dry_run: bool = False,
+    to_hf: bool = False,
+    target: str | Path | None = None,
+    progress: bool = True,
+) -> Path:
+    """Converts a checkpoint.
+
+    Args:
+      src: a Hugging Face folder, a GGUF file, a converted folder, a draft head of a known format; or what `jaxspec.load` takes.
+      dst: the folder to be written.
+      dtype: float32, float16 or bfloat16 for the floating parameters; None keeps the stored type (GGUF: float32).
+      force: replace `dst` if it exists; the old one goes when the new one is complete.
+      dry_run: print the mapping table and write nothing.
+      to_hf: write safetensors and ``config.json`` for transformers instead of a converted folder.
+      target: the model that a draft head belongs to, where its format needs to know.
+      progress: show a progress bar on stderr.
+
+    Returns:
+      `dst`.
+
+    Raises:
+      MissingFileError: `src` or a file of it is not there.
+      ConversionError: `src` is not recognised, damaged, or does not fit its configuration; `dst` exists and not `force`.
+    """
+    from jaxspec.loading import resolve
+
+    dst, kind = Path(dst).expanduser().absolute(), parse_dtype(dtype)
+    path = resolve(src)
+    checkpoint = open_checkpoint(path, None if target is None else target_config(resolve(target)))
+    checkpoint.check()
+    if dry_run:
+        print(f"{checkpoint.format} {path}")
+        print(checkpoint.table(kind))
+        return dst
+    with fresh_folder(dst, force, path) as folder:
+        if to_hf:
+            from jaxspec.conversion.export import write_hf
+
+            write_hf(checkpoint, folder, kind, progress)
+        else:
+            write_converted(checkpoint, folder, kind, progress, str(src))
+    return dst
+
+
+def target_config(path: Path) -> ModelConfig:
+    """The configuration of a target, without its weights."""
+    config = store.read_config(path)[0] if path.is_dir() and store.is_converted(path) else open_checkpoint(path).config
+    if not isinstance(config, ModelConfig):
+        raise ConversionError(f"target={path} is a draft head, not a model")
+    return config
+
+
+def write_converted(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, progress: bool, source: str) -> None:
+    """Parameters, configuration and tokenizer of a checkpoint, its heads under ``drafts/``."""
+    parts = checkpoint.parts()
+    with bar(sum(len(part.rules) for part in parts.values()), progress) as advance:
+        for name, part in parts.items():
+            where = folder / "drafts" / name if name else folder
+            (where / "params").mkdir(parents=True)
+            stream = advance(checkpoint.build(part, dtype))
+            shards = store.save(stream, where / "params")
+            provenance = {"source": source, "format": checkpoint.format, "dtype": None if dtype is None else dtype.name}
+            store.write_config(where, part.config, provenance, shards)
+    if checkpoint.tokenizer is not None:
+        checkpoint.tokenizer.write(folder)
+
+
+@contextlib.contextmanager
+def bar(total: int, progress: bool):
+    """A tqdm bar over several streams: yields a function that wraps each."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="tensor", disable=not progress) as shown:
+
+        def advance(stream: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+            for name, array in stream:
+                shown.set_postfix_str(name, refresh=False)
+                yield name, array
+                shown.update()
+
+        yield advance
+
+
+@contextlib.contextmanager
+def fresh_folder(dst: Path, force: bool, src: Path) -> Iterator[Path]:
+    """A temporary folder beside `dst` that becomes `dst` when all went well and vanishes when not."""
+    if dst.exists() and not force:
+        raise ConversionError(f"{dst} exists; pass force=True (--force) to replace it")
+    if dst.exists() and not dst.is_dir():
+        raise ConversionError(f"{dst} is a file, not a folder that could be replaced")
+    if src.absolute() == dst or dst in src.absolute().parents:
+        raise ConversionError(f"{dst} is or holds the source itself; choose another folder")
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{dst.name}-", dir=dst.parent))
+    try:
+        yield folder
+        umask = os.umask(0)
+        os.umask(umask)
+        folder.chmod(0o777 & ~umask)  # mkdtemp makes it private
+        if dst.exists():
+            if not force:
+                raise ConversionError(f"{dst} appeared while it was being written")
+            old = Path(tempfile.mkdtemp(prefix=f".{dst.name}-old-", dir=dst.parent))
+            os.rename(dst, old / "folder")
+            os.rename(folder, dst)
+            shutil.rmtree(old)
+        else:
+            os.rename(folder, dst)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
