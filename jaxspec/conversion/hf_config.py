@@ -299,8 +299,9 @@ def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
             f"architecture {', '.join(map(str, named))} (model_type {kind!r}) is not supported; supported model types: "
             + ", ".join(sorted(FAMILIES))
         )
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
+    quantization = raw.get("quantization_config") or {}
+    method = quantization.get("quant_method", "unknown")
+    if quantization and not (method == "fp8" and quantization.get("weight_block_size")):
         raise ConversionError(f"the weights are quantised ({method}); convert the unquantised checkpoint or a GGUF file")
     config = FAMILIES[kind](raw)
     stops = stop_ids((generation or {}).get("eos_token_id"))

@@ -24,11 +24,12 @@ from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.conversion.errors import ConversionError, MissingFileError
 from jaxspec.conversion.mapping import FLOAT32_LEAVES, flatten, is_float, unflatten
 from jaxspec.conversion.readers import TensorInfo
+from jaxspec.drafters.mtp_config import MtpConfig
 
 FORMAT_VERSION = 1
 SHARD_BYTES = 1 << 28
 
-CONFIG_TYPES: dict[str, type] = {"model": ModelConfig}
+CONFIG_TYPES: dict[str, type] = {"model": ModelConfig, "mtp": MtpConfig}
 """``kind`` of a converted folder → its configuration class, which has ``to_json`` and ``from_json``."""
 
 
