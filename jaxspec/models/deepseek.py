@@ -15,6 +15,10 @@ from jaxspec.config import ModelConfig
 from jaxspec.models.layers import apply_rope, dense, rms_norm
 
 
+LATENT_NORM_EPS = 1e-6
+"""Both norms on the latents have it, whatever the model's own norms use (the published code passes them no epsilon)."""
+
+
 def latent_attention_shapes(config: ModelConfig) -> dict:
     """Shapes of one layer's attention: down and up projections with a norm on each latent."""
     mla, E, H = config.mla, config.hidden_size, config.num_heads
@@ -46,10 +50,10 @@ def latent_attention(
     if mla.query_rank is None:
         q = dense(x, params["q"])
     else:
-        q = dense(rms_norm(dense(x, params["q_down"]), params["q_norm"], config.norm_eps), params["q_up"])
+        q = dense(rms_norm(dense(x, params["q_down"]), params["q_norm"], LATENT_NORM_EPS), params["q_up"])
     q = q.reshape(B, T, H, config.key_head_dim)
     latent, k_rope = jnp.split(dense(x, params["kv_down"]), [mla.kv_rank], axis=-1)
-    kv = dense(rms_norm(latent, params["kv_norm"], config.norm_eps), params["kv_up"])
+    kv = dense(rms_norm(latent, params["kv_norm"], LATENT_NORM_EPS), params["kv_up"])
     k_nope, v = jnp.split(kv.reshape(B, T, H, nope + mla.value_head_dim), [nope], axis=-1)
 
     interleaved = config.rope.interleaved
