@@ -20,9 +20,7 @@ from jaxspec.conversion.errors import ConversionError, MissingFileError
 from jaxspec.conversion.hf_config import get, main_rope, need, read_json, windows_of
 from jaxspec.conversion.mapping import COPY, TRANSPOSE, Ignored, Rule, Transform
 from jaxspec.conversion.readers import TensorSource, open_tensors
-from jaxspec.conversion.sources import Checkpoint, Part
 from jaxspec.drafters.eagle_config import EagleConfig, check_target, default_taps
-from jaxspec.drafters.eagle_model import param_shapes
 from jaxspec.models.decoder import FINAL_NORM
 
 ARCHITECTURES = ("Eagle", "PEagle")
@@ -58,8 +56,10 @@ def matches(folder: Path) -> bool:
     return unnormed or "hidden_norm.weight" in first or any(n.startswith("midlayer.") for n in names)
 
 
-def open_eagle(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
-    """Opens a head.
+def open_eagle(
+    folder: Path, target: ModelConfig | None = None
+) -> tuple[EagleConfig, TensorSource, list[Rule], tuple[Ignored, ...]]:
+    """Opens a head: its configuration, tensors, rules and the tensors that may stay unused.
 
     Args:
       folder: ``config.json`` and safetensors or ``pytorch_model.bin``.
@@ -78,8 +78,7 @@ def open_eagle(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
             check_draft_ids(tensors, config)
     except (ConfigError, ConversionError) as error:
         raise ConversionError(f"{folder}: {error}") from None
-    main = Part(config, param_shapes(config), tuple(rules_of(config, names)))
-    return Checkpoint(folder, f"{config.algorithm} draft head ({config.layout} layout)", main, tensors, ignored_of(config))
+    return config, tensors, rules_of(config, names), ignored_of(config)
 
 
 @dataclasses.dataclass(frozen=True)

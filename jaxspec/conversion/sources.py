@@ -7,18 +7,22 @@ no weights. `jaxspec.load` and ``python -m jaxspec.convert`` do the same from th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxspec.config import ModelConfig
-from jaxspec.conversion import gguf, gguf_reader, gguf_tokenizer, hf, hf_config, store
+from jaxspec.conversion import deepseek, eagle, gguf, gguf_reader, gguf_tokenizer, hf, hf_config, mtp, store
 from jaxspec.conversion.errors import ConversionError, MissingFileError
 from jaxspec.conversion.mapping import COPY, Ignored, Rule, build, check, flatten, table
 from jaxspec.conversion.readers import TensorSource, open_tensors
 from jaxspec.conversion.tokenizer import TokenizerFiles
+from jaxspec.drafters.eagle_config import EagleConfig
+from jaxspec.drafters.eagle_model import param_shapes as eagle_shapes
+from jaxspec.drafters.mtp_config import MtpConfig
+from jaxspec.drafters.mtp_model import param_shapes as mtp_shapes
 from jaxspec.models.decoder import param_shapes
 
 
@@ -116,11 +120,32 @@ def open_hf(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
     """A Hugging Face folder: ``config.json`` and safetensors or ``pytorch_model*.bin``."""
     del target
     config = hf_config.read_config(folder)
-    tensors = open_tensors(folder)
+    tensors = deepseek.dequantized(open_tensors(folder), hf_config.read_json(folder / "config.json"))
     prefix, head = hf.find_prefix(tensors)
+    drafts, ignored = {}, hf.ignored_for(config, prefix, head)
+    heads = mtp.find_mtp(config, tensors, prefix)
+    if heads is not None:
+        drafts["mtp"] = Part(heads, shapes_of(heads), tuple(mtp.mtp_rules(heads, config.num_layers, prefix)))
+        ignored += mtp.ignored_copies(heads, config, prefix, head)
+        config = replace(config, num_mtp_layers=heads.num_layers)
     main = Part(config, shapes_of(config), tuple(hf.rules_for(config, prefix, head)))
-    ignored = tuple(hf.ignored_for(config, prefix, head))
-    return Checkpoint(folder, "Hugging Face folder", main, tensors, ignored, TokenizerFiles.of_folder(folder))
+    return Checkpoint(
+        folder, "Hugging Face folder", main, tensors, tuple(ignored), TokenizerFiles.of_folder(folder), drafts
+    )
+
+
+def open_hybrid_mtp(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
+    """The MTP layer of a Qwen3-Next folder as a draft; without a target's configuration the folder is refused."""
+    if target is None:
+        return open_hf(folder)
+    config, tensors, rules, ignored = mtp.open_hybrid_mtp(folder, target)
+    return Checkpoint(folder, "MTP layer", Part(config, shapes_of(config), tuple(rules)), tensors, tuple(ignored))
+
+
+def open_eagle(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
+    """An EAGLE draft head in any published layout."""
+    config, tensors, rules, ignored = eagle.open_eagle(folder, target)
+    return Checkpoint(folder, f"{config.algorithm} draft head", Part(config, shapes_of(config), tuple(rules)), tensors, ignored)
 
 
 def open_gguf(file: Path, target: ModelConfig | None = None) -> Checkpoint:
@@ -132,7 +157,7 @@ def open_gguf(file: Path, target: ModelConfig | None = None) -> Checkpoint:
     return Checkpoint(file, "GGUF file", main, reader, gguf.IGNORED, tokenizer)
 
 
-SHAPES: dict[type, Callable[[Any], Mapping]] = {ModelConfig: param_shapes}
+SHAPES: dict[type, Callable[[Any], Mapping]] = {ModelConfig: param_shapes, MtpConfig: mtp_shapes, EagleConfig: eagle_shapes}
 """Configuration class → the shapes of its parameter tree."""
 
 
@@ -143,6 +168,8 @@ def shapes_of(config: Any) -> Mapping:
 
 RECOGNISERS: list[Recogniser] = [
     Recogniser("converted folder", lambda p: p.is_dir() and store.is_converted(p), open_converted),
+    Recogniser("Qwen3-Next folder", lambda p: p.is_dir() and mtp.has_hybrid_mtp(p), open_hybrid_mtp),
+    Recogniser("EAGLE draft head", eagle.matches, open_eagle),
     Recogniser("Hugging Face folder", lambda p: p.is_dir() and (p / "config.json").exists(), open_hf),
     Recogniser("GGUF file", gguf_reader.is_gguf, open_gguf),
 ]

@@ -24,12 +24,13 @@ from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.conversion.errors import ConversionError, MissingFileError
 from jaxspec.conversion.mapping import FLOAT32_LEAVES, flatten, is_float, unflatten
 from jaxspec.conversion.readers import TensorInfo
+from jaxspec.drafters.eagle_config import EagleConfig
 from jaxspec.drafters.mtp_config import MtpConfig
 
 FORMAT_VERSION = 1
 SHARD_BYTES = 1 << 28
 
-CONFIG_TYPES: dict[str, type] = {"model": ModelConfig, "mtp": MtpConfig}
+CONFIG_TYPES: dict[str, type] = {"model": ModelConfig, "mtp": MtpConfig, "eagle": EagleConfig}
 """``kind`` of a converted folder → its configuration class, which has ``to_json`` and ``from_json``."""
 
 

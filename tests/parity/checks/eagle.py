@@ -1,0 +1,175 @@
+"""EAGLE heads against the numbers that their authors' own code computes from the same files."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.config import SpecConfig
+from jaxspec.drafters import eagle, eagle_model
+from jaxspec.drafters.base import RoundContext
+from jaxspec.drafters.eagle import EagleDrafter
+from jaxspec.generation import start
+from jaxspec.kvcache import PagedKVCache
+from jaxspec.loading import ModelParams, load, load_draft
+from jaxspec.models import decoder
+from jaxspec.models.attend import causal_attend
+from jaxspec.round import draft, verify
+from jaxspec.sampling import SamplingParams, row_keys, sampling_state
+from jaxspec.tree import pack_bits, unpack_bits
+from tests.parity.checks import Case, Mismatch, load_case
+
+PAGE_SIZE, NUM_PAGES = 4, 24
+
+
+@cache
+def load_target(folder: Path) -> ModelParams:
+    """A case's target, in float32."""
+    return load(folder, dtype=jnp.float32)
+
+
+def related(folder: Path, key: str) -> Path:
+    """The case folder that a case names under `key`."""
+    return (folder / json.loads((folder / "case.json").read_text())[key]).resolve()
+
+
+def context(target: ModelParams, length: int, tokens) -> RoundContext:
+    """A context of one sequence with `length` committed tokens, its pages in no particular order."""
+    pages = np.random.default_rng(0).permutation(np.arange(1, NUM_PAGES)).astype(np.int32)
+    tokens = jnp.asarray(np.pad(tokens, (0, 64 - len(tokens))))[None]
+    return RoundContext(
+        params=target.tree,
+        cache=PagedKVCache((), jnp.asarray(pages)[None], jnp.full(1, length, jnp.int32)),
+        tokens=tokens,
+        bonus=tokens[:, length],
+        keys=row_keys([0]),
+        sampling=sampling_state([SamplingParams()], target.config.vocab_size, [[]], [True]),
+        config=target.config,
+    )
+
+
+def target_features(target: ModelParams, taps: tuple[int, ...], tokens) -> jax.Array:
+    """The taps [1, T, ·] of a dense forward of the target."""
+    tokens = jnp.asarray(tokens)[None]
+    positions = jnp.arange(tokens.shape[1])[None]
+    x = decoder.embed(target.tree, target.config, tokens)
+    none = [None] * target.config.num_layers
+    return decoder.decode(target.tree, target.config, x, positions, causal_attend(positions), none, taps).features
+
+
+def chain_drafter(config) -> EagleDrafter:
+    """A drafter for running single steps."""
+    return EagleDrafter(config, num_steps=1, topk=1, num_draft_tokens=2)
+
+
+def check_draft(folder: Path) -> float:
+    """Taps, prefill, two tree levels and the catch-up step: logits and recurrent states."""
+    case, target = load_case(folder), load_target(related(folder, "target"))
+    head = load_draft(folder, target.config, dtype=jnp.float32)
+    if head.config.mask_token_id is not None:
+        from tests.parity.checks.peagle import check_parallel_draft
+
+        return check_parallel_draft(case, target, head)
+    config, params, a = head.config, head.tree, case.arrays
+    taps = case.info.get("taps")
+    if taps and list(config.taps) != taps["hidden_states_index"]:
+        raise Mismatch(f"taps {config.taps} instead of {taps['hidden_states_index']}")
+    drafter = chain_drafter(config)
+    P = len(a["prefill.token_ids"])
+    error = case.compare("prefill.features", target_features(target, config.taps, a["prompt_ids"][:P])[0])
+
+    def compare(stage: str, out) -> float:
+        logits = drafter.logits(params, ctx, out)[0]
+        return max(case.compare(f"{stage}.state", out[0]), case.compare(f"{stage}.logits", logits))
+
+    def feed(stage: str, layers):
+        count = len(a[f"{stage}.token_ids"])
+        hidden = eagle_model.project(params, config, a[f"{stage}.features"][None])
+        return drafter.run(
+            params, ctx, a[f"{stage}.token_ids"][None], hidden, layers, a[f"{stage}.positions"][None], jnp.ones((1, count), bool)
+        )
+
+    layers = drafter.init(params, 1, NUM_PAGES, PAGE_SIZE, 64, jnp.float32).layers
+    ctx = context(target, 0, a["prompt_ids"])
+    out, layers = feed("prefill", layers)
+    error = max(error, compare("prefill", out))
+
+    ctx = context(target, P, a["prompt_ids"])
+    aux, k = (layers, out[:, -1:]), len(a["level1.token_ids"])
+    _, ids = drafter.best(params, ctx, out[:, -1], k)
+    case.compare("level1.token_ids", ids[0])
+    for level in range(2):
+        stage = f"level{level + 1}"
+        parent = a.get(f"{stage}.parents", np.zeros(k, np.int32))
+        error = max(error, case.compare(f"{stage}.input_state", np.asarray(aux[1])[0, parent]))
+        case.compare(f"{stage}.positions", np.full(k, P + level))
+        levels = tuple(i for i in range(level + 1) for _ in range(k))
+        visible = pack_bits(jnp.asarray(a[f"{stage}.allow"]))[None]
+        out, aux = drafter.level(
+            params, ctx, level, a[f"{stage}.token_ids"][None], jnp.asarray(parent)[None], visible, levels, aux
+        )
+        error = max(error, compare(stage, out))
+    out, _ = feed("extend", aux[0])
+    return max(error, compare("extend", out))
+
+
+def check_tree(folder: Path) -> float:
+    """Dynamic trees: tokens, parents, depths and visibility of every (depth, topk, total) in the case."""
+    case, source = load_case(folder), related(folder, "draft")
+    target = load_target(related(folder, "target"))
+    head = load_draft(source, target.config, dtype=jnp.float32)
+    prompt, P = case.arrays["prompt_ids"], len(case.arrays["features"])
+    error = case.compare("features", target_features(target, head.config.taps, prompt[:P])[0])
+    for name in case.groups:
+        if f"{name}.tokens" not in case.arrays:
+            continue
+        depth, topk, total = (int(x) for x in name[1:].replace("k", " ").replace("t", " ").split())
+        spec = SpecConfig(num_steps=depth + 1, topk=topk, num_draft_tokens=total)
+        drafter, params = eagle.build(target, head, eagle.resolve(spec, target.config))
+        state = drafter.init(params, 1, NUM_PAGES, PAGE_SIZE, 64, jnp.float32)
+        features, length = jnp.asarray(case.arrays["features"])[None], jnp.full(1, P, jnp.int32)
+        state = drafter.prefill(
+            params, state, context(target, 0, prompt), jnp.asarray(prompt[:P])[None], jnp.asarray(prompt[P:])[None], features, length
+        )
+        ctx = context(target, P, prompt)
+        logits = drafter.logits(params, ctx, state.hidden)[0]
+        error = max(error, case.compare("prefill.last_logits", logits))
+        tree = drafter.propose(params, state, ctx).tree
+        got = {"tokens": tree.tokens, "parents": tree.parent, "depths": tree.depth, "mask": unpack_bits(tree.ancestors, total)}
+        for array, value in got.items():
+            case.compare(f"{name}.{array}", value[0])
+    return error
+
+
+def check_end_to_end(folder: Path) -> float:
+    """A recorded greedy run: the tree, the accepted path and the tokens of every round."""
+    case, target = load_case(folder), load_target(related(folder, "target"))
+    head = load_draft(folder, target.config, dtype=jnp.float32)
+    shape, prompt = case.info["tree"], case.arrays["prompt_ids"].tolist()
+    spec = SpecConfig(num_steps=shape["depth"] + 1, topk=shape["topk"], num_draft_tokens=shape["total"])
+    output, rounds = case.arrays["output_ids"], len(case.arrays["accepted"])
+    session = start(
+        target, [prompt], draft=head, algorithm=head.config.algorithm, spec=spec, sampling=[SamplingParams()], stop_ids=[[]],
+        ignore_eos=True, max_new_tokens=len(output) - len(prompt) + shape["depth"] + 2, page_size=PAGE_SIZE, prefill_size=4,
+    )  # fmt: skip
+    session.prefill()
+    program, state = session.program, session.state
+    propose = jax.jit(draft, static_argnums=0)
+    check = jax.jit(verify, static_argnums=0)
+    for i in range(rounds):
+        proposal = propose(program, target.tree, session.draft_tree, state)
+        case_row = Case(case.folder, case.info, {k: v[i] for k, v in case.arrays.items() if k.startswith("tree_")})
+        case_row.compare("tree_tokens", proposal.tree.tokens[0])
+        case_row.compare("tree_parents", proposal.tree.parent[0])
+        state, out = check(program, target.tree, session.draft_tree, state, proposal)
+        if int(out.num_drafts[0]) != case.arrays["accepted"][i]:
+            raise Mismatch(f"round {i}: {int(out.num_drafts[0])} drafts accepted instead of {case.arrays['accepted'][i]}")
+    case.compare("output_ids", state.tokens[0, : int(state.cache.length[0])])
+    return 0.0
+
+
