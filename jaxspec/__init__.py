@@ -19,3 +19,27 @@ Axis letters, everywhere in this project (einsums and shape annotations alike):
 
 SGLang's S, k and N for num_steps, topk and num_draft_tokens are always spelled out.
 """
+
+from jaxspec.config import ConfigError, ModelConfig, SpecConfig
+from jaxspec.generation import StreamChunk, generate, stream
+from jaxspec.loading import DraftParams, ModelParams, load, load_draft
+from jaxspec.models.forward import forward
+from jaxspec.results import GenerationResult, Stats
+from jaxspec.sampling import SamplingParams
+
+__all__ = [
+    "ConfigError",
+    "DraftParams",
+    "GenerationResult",
+    "ModelConfig",
+    "ModelParams",
+    "SamplingParams",
+    "SpecConfig",
+    "Stats",
+    "StreamChunk",
+    "forward",
+    "generate",
+    "load",
+    "load_draft",
+    "stream",
+]

@@ -91,9 +91,9 @@ def choose(algorithm: str, target, draft) -> tuple[str, Any]:
 
 def draft_algorithm(draft) -> str:
     """The algorithm that an object passed as ``draft`` is for. Raises ConfigError for anything else."""
-    algorithm = getattr(draft, "draft_algorithm", None)
-    if algorithm is None:
-        algorithm = getattr(getattr(draft, "config", None), "algorithm", None)
+    config = getattr(draft, "config", None)
+    algorithm = "STANDALONE" if isinstance(config, ModelConfig) else getattr(config, "algorithm", None)
+    algorithm = getattr(draft, "algorithm", algorithm)
     if algorithm is None:
         raise ConfigError(
             f"draft={type(draft).__name__} is not a draft: pass what jaxspec.load or jaxspec.load_draft returned, or a "
