@@ -43,6 +43,9 @@ def _entry(module: str, needs_draft: bool, draft_help: str) -> Algorithm:
 ALGORITHMS: dict[str, Algorithm] = {
     "NONE": _entry("jaxspec.drafters.plain", False, "nothing"),
     "NGRAM": _entry("jaxspec.drafters.ngram", False, "nothing, or a jaxspec.NgramHistory"),
+    "EAGLE": _entry("jaxspec.drafters.eagle", True, "an EAGLE-1/2 head (jaxspec.load_draft)"),
+    "EAGLE3": _entry("jaxspec.drafters.eagle", True, "an EAGLE-3 head (jaxspec.load_draft)"),
+    "PEAGLE": _entry("jaxspec.drafters.peagle", True, "a parallel EAGLE head (jaxspec.load_draft)"),
     "STANDALONE": _entry("jaxspec.drafters.standalone", True, "a smaller model with the same vocabulary (jaxspec.load)"),
 }
 
