@@ -137,6 +137,7 @@ def start(
     name, draft = registry.choose(algorithm, params, draft)
     entry = registry.ALGORITHMS[name]
     spec = entry.resolve(spec, config)
+    draft = entry.history(params, draft, spec)
     drafter, draft_tree = entry.build(params, draft, spec)
     program = Program(config, drafter, spec.accept_threshold_single, spec.accept_threshold_acc, spec.verification)
 

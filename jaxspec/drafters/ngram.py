@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, ModelConfig, SpecConfig
 from jaxspec.drafters.base import Drafter, Proposal, RoundContext
 from jaxspec.drafters.ngram_config import NgramConfig
 from jaxspec.drafters.ngram_history import NgramHistory, corpus_share
@@ -19,8 +21,6 @@ from jaxspec.drafters.ngram_lookup import (
     build_tree,
     chain_candidates,
     corpus_candidates,
-    export_corpus,
-    export_trie,
     find_anchors,
     grow_anchors,
     join,
@@ -46,14 +46,9 @@ class NgramState:
     corpora: tuple[CorpusArrays, ...]
 
 
-def device_state(history: NgramHistory | None, config: NgramConfig) -> NgramState:
+def device_state(history: NgramHistory) -> NgramState:
     """A history's contents on the device, fresh arrays at each call (a program may take over their memory)."""
-    corpora = () if history is None else tuple(corpus for _, corpus in sorted(history.corpora.items()))
-    state = NgramState(
-        trie=export_trie(None if history is None else history.trie, config),
-        corpora=tuple(export_corpus(corpus) for corpus in corpora),
-    )
-    return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), NgramState(*history.arrays()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +80,7 @@ class NgramDrafter(Drafter):
     def init(self, params, batch: int, num_pages: int, page_size: int, max_len: int, dtype):
         """An empty trie, or nothing; `refresh` fills it."""
         del params, batch, num_pages, page_size, max_len, dtype
-        return device_state(None, self.config) if self.use_trie else ()
+        return device_state(NgramHistory(self.config)) if self.use_trie else ()
 
     def propose(self, params, state, ctx: RoundContext) -> Proposal:
         """Matches on the device; see `propose_tree`."""
@@ -93,8 +88,17 @@ class NgramDrafter(Drafter):
         return self.proposal(propose_tree(self, state, ctx.tokens, ctx.cache.length, ctx.bonus), state, ctx)
 
     def refresh(self, state, history: NgramHistory | None):
-        """Puts the history's present contents into the state. Another number of corpora makes another program."""
-        return device_state(history, self.config) if self.use_trie and history is not None else state
+        """Puts the history's present contents into the state. Another number of corpora makes another program.
+
+        Raises ConfigError if the history was made with another configuration, or if the drafter has no use for one.
+        """
+        if history is None:
+            return state
+        if not self.use_trie:
+            raise ConfigError("an NgramHistory needs a drafter made with use_trie=True")
+        if history.config != self.config:
+            raise ConfigError(f"the history was made with {history.config}, the drafter with {self.config}: use the same")
+        return device_state(history)
 
 
 def propose_tree(
@@ -108,17 +112,15 @@ def propose_tree(
     """
     config, count = drafter.config, drafter.num_draft_tokens - 1
     depth, batch = config.max_trie_depth, tokens.shape[0]
-    branches = config.own_branches
-    paths, matched = match_own_tokens(tokens, length, depth=depth, num_drafts=count, branches=branches)
-    if not drafter.use_trie and branches == 1:
-        nodes = jnp.concatenate([bonus[:, None], paths[:, 0]], 1)
-        return chain(nodes, jnp.broadcast_to(matched[:, :1] > 0, nodes.shape))
-    found = chain_candidates(paths, jnp.broadcast_to(matched[..., None] > 0, paths.shape))
+    path, matched = match_own_tokens(tokens, length, depth=depth, num_drafts=count)
+    valid = jnp.broadcast_to(matched[:, None] > 0, path.shape)
     if not drafter.use_trie:
-        return build_tree(bonus, found, drafter.num_draft_tokens)
+        nodes = jnp.concatenate([bonus[:, None], path], 1)
+        return chain(nodes, jnp.pad(valid, ((0, 0), (1, 0)), constant_values=True))
 
+    found = chain_candidates(path[:, None], valid[:, None])
     grown = grow_anchors(state.trie, find_anchors(state.trie, tokens, length, depth), config, count)
-    lengths = jnp.concatenate([matched, jnp.broadcast_to(jnp.arange(1, depth + 1), (batch, depth))], 1)
+    lengths = jnp.concatenate([matched[:, None], jnp.broadcast_to(jnp.arange(1, depth + 1), (batch, depth))], 1)
     groups = jnp.argsort(-lengths, axis=1, stable=True)
     order = (groups[..., None] * count + jnp.arange(count)).reshape(batch, -1)
     share = corpus_share(config, len(state.corpora))
@@ -138,3 +140,44 @@ def ngram_drafter(num_draft_tokens: int, config: NgramConfig, use_trie: bool = F
       use_trie: whether an `NgramHistory` will be given to `refresh`; if not, its part is not compiled.
     """
     return NgramDrafter(num_draft_tokens=num_draft_tokens, config=config, use_trie=use_trie)
+
+
+def config_from(spec: SpecConfig) -> NgramConfig:
+    """The ``ngram_…`` fields of a `SpecConfig`."""
+    names = {f.name for f in dataclasses.fields(NgramConfig)}
+    given = {f.name.removeprefix("ngram_"): getattr(spec, f.name) for f in dataclasses.fields(spec)}
+    return NgramConfig(**{name: value for name, value in given.items() if name in names})
+
+
+def resolve(spec: SpecConfig, config: ModelConfig) -> SpecConfig:
+    """NGRAM takes num_draft_tokens alone (12 unless given).
+
+    Raises:
+      ConfigError: num_steps or topk is given, or a parameter is out of range.
+    """
+    del config
+    given = [name for name in ("num_steps", "topk") if getattr(spec, name) is not None]
+    if given:
+        raise ConfigError(
+            f"algorithm='ngram' takes num_draft_tokens alone: leave {' and '.join(given)} unset "
+            "(ngram_max_bfs_breadth sets how wide a tree branches)"
+        )
+    nodes = DEFAULT_NUM_DRAFT_TOKENS if spec.num_draft_tokens is None else spec.num_draft_tokens
+    config_from(spec).check_num_draft_tokens(nodes)
+    return dataclasses.replace(spec, num_draft_tokens=nodes)
+
+
+def history(target, draft: NgramHistory | None, spec: SpecConfig) -> NgramHistory | None:
+    """The history to draft from: the one given, or a new one when `spec` names an external corpus."""
+    if draft is not None or spec.ngram_external_corpus_path is None:
+        return draft
+    made = NgramHistory(config_from(spec))
+    made.add_corpus(spec.ngram_external_corpus_path, target.tokenizer)
+    return made
+
+
+def build(target, draft: NgramHistory | None, spec: SpecConfig) -> tuple[NgramDrafter, None]:
+    """The drafter; a given history brings its own match parameters."""
+    del target
+    config = config_from(spec) if draft is None else draft.config
+    return ngram_drafter(spec.num_draft_tokens, config, use_trie=draft is not None), None

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.config import ConfigError
 from jaxspec.drafters.ngram_config import NgramConfig
 from jaxspec.drafters.ngram_corpus import Corpus, CorpusError, read_jsonl, tokenize
+from jaxspec.drafters.ngram_lookup import CorpusArrays, TrieArrays, export_corpus, export_trie
 from jaxspec.drafters.ngram_trie import MatchTree, NgramTrie
 
 
@@ -33,10 +35,16 @@ class NgramHistory:
       [3, 4]
     """
 
-    def __init__(self, config: NgramConfig = NgramConfig()):  # noqa: B008 (frozen)
-        self.config = config
-        self.trie = NgramTrie(config)
+    def __init__(self, config: NgramConfig | None = None, tokenizer: Any = None):
+        """An empty history, but for the corpus that `config.external_corpus_path` names, which needs the tokenizer."""
+        self.config = NgramConfig() if config is None else config
+        self.trie = NgramTrie(self.config)
         self.corpora: dict[str, Corpus] = {}
+        self._exported: tuple[int, TrieArrays] | None = None
+        if self.config.external_corpus_path is not None:
+            if tokenizer is None:
+                raise ConfigError(f"external_corpus_path={self.config.external_corpus_path!r} needs a tokenizer")
+            self.add_corpus(self.config.external_corpus_path, tokenizer)
 
     def __repr__(self) -> str:
         """Counts, for a person."""
@@ -72,6 +80,12 @@ class NgramHistory:
         if corpus_id not in self.corpora:
             raise CorpusError(f"no corpus has the id {corpus_id!r}; there are: {', '.join(sorted(self.corpora)) or 'none'}")
         del self.corpora[corpus_id]
+
+    def arrays(self) -> tuple[TrieArrays, tuple[CorpusArrays, ...]]:
+        """The contents as NumPy arrays for the device, the corpora by id. The trie is exported again only after an insertion."""
+        if self._exported is None or self._exported[0] != self.trie.version:
+            self._exported = (self.trie.version, export_trie(self.trie))
+        return self._exported[1], tuple(export_corpus(corpus) for _, corpus in sorted(self.corpora.items()))
 
     def match(self, context: Sequence[int], num_draft_tokens: int) -> MatchTree:
         """The draft tree that the host would propose: SGLang's, with nothing of the request's own text but what was inserted.

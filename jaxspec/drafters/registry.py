@@ -18,12 +18,14 @@ class Algorithm:
     Attributes:
       resolve: fills in and checks the tree parameters for a target.
       build: (target, draft, resolved spec) -> (drafter, its parameter tree or None).
+      history: (target, draft, resolved spec) -> what `build` and `Drafter.refresh` get as the draft; most take it as it is.
       needs_draft: whether a draft must be given.
       draft_help: what to pass as ``draft``, for error messages.
     """
 
     resolve: Callable[[SpecConfig, ModelConfig], SpecConfig]
     build: Callable[[Any, Any, SpecConfig], tuple[Drafter, Any]]
+    history: Callable[[Any, Any, SpecConfig], Any]
     needs_draft: bool
     draft_help: str
 
@@ -37,7 +39,11 @@ def _entry(module: str, needs_draft: bool, draft_help: str) -> Algorithm:
     def build(target, draft, spec: SpecConfig) -> tuple[Drafter, Any]:
         return importlib.import_module(module).build(target, draft, spec)
 
-    return Algorithm(resolve, build, needs_draft, draft_help)
+    def history(target, draft, spec: SpecConfig) -> Any:
+        prepare = getattr(importlib.import_module(module), "history", None)
+        return draft if prepare is None else prepare(target, draft, spec)
+
+    return Algorithm(resolve, build, history, needs_draft, draft_help)
 
 
 ALGORITHMS: dict[str, Algorithm] = {
