@@ -219,9 +219,9 @@ def _load_converted(path: Path, dtype: Any) -> tuple[Any, dict, dict]:
     config, data = store.read_config(path)
     tree = store.load(path / "params", data["num_shards"], shapes_of(config), dtype)
     drafts = {}
-    for folder in sorted((path / "drafts").glob("*/")) if (path / "drafts").exists() else ():
+    for name, folder in store.draft_folders(path).items():
         draft_config, draft_tree, _ = _load_converted(folder, dtype)
-        drafts[folder.name] = DraftParams(draft_tree, draft_config, str(folder))
+        drafts[name] = DraftParams(draft_tree, draft_config, str(folder))
     return config, tree, drafts
 
 

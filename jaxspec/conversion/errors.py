@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from jaxspec.config import ConfigError
 
-class ConversionError(ValueError):
+
+class ConversionError(ConfigError):
     """A checkpoint that cannot be read, does not fit its configuration, or cannot be written."""
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from jaxspec.config import ModelConfig
 from jaxspec.conversion import store
 from jaxspec.conversion.errors import ConversionError
+from jaxspec.conversion.export import write_hf
 from jaxspec.conversion.sources import Checkpoint, open_checkpoint
 
 DTYPES = {
@@ -84,9 +85,7 @@ def convert(
         return dst
     with fresh_folder(dst, force, path) as folder:
         if to_hf:
-            from jaxspec.conversion.export import write_hf
-
-            write_hf(checkpoint, folder, kind, progress)
+            export_hf(checkpoint, folder, kind, progress)
         else:
             write_converted(checkpoint, folder, kind, progress, str(src))
     return dst
@@ -113,6 +112,20 @@ def write_converted(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None
             store.write_config(where, part.config, provenance, shards)
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.write(folder)
+
+
+def export_hf(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, progress: bool) -> None:
+    """Safetensors, ``config.json`` and tokenizer files for transformers."""
+    if checkpoint.drafts:
+        names = ", ".join(checkpoint.drafts)
+        raise ConversionError(f"{checkpoint.source} holds draft heads ({names}) that have no export: export the original folder")
+    main = checkpoint.main
+    with bar(len(main.rules), progress) as advance:
+
+        def build(part):
+            return advance(checkpoint.build(part, dtype))
+
+        write_hf(main, checkpoint.tensors, folder, build=build, dtype=dtype, tokenizer=checkpoint.tokenizer)
 
 
 @contextlib.contextmanager

@@ -107,13 +107,22 @@ class Recogniser:
 def open_converted(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
     """A converted folder: its parameters fill themselves."""
     del target
-    config, data = store.read_config(folder)
-    tensors = store.ConvertedTensors(folder / "params", data["num_shards"])
-    shapes = shapes_of(config)
-    rules = tuple(Rule(path, (path,), COPY) for path in sorted(flatten(shapes), key=list(tensors.info).index))
+    tensors = store.ConvertedTensors(folder)
+    stored = list(tensors.info)
+
+    def part(config, lead=""):
+        shapes = shapes_of(config)
+        found = [name for name in stored if name.startswith(lead) and name[len(lead) :] in flatten(shapes)]
+        missing = [lead + path for path in flatten(shapes) if lead + path not in tensors.info]
+        return Part(config, shapes, tuple(Rule(name[len(lead) :], (name,), COPY) for name in found + missing))
+
+    drafts = {
+        name: part(store.read_config(path)[0], f"drafts/{name}/") for name, path in store.draft_folders(folder).items()
+    }  # fmt: skip
     return Checkpoint(
-        folder, "converted folder", Part(config, shapes, rules), tensors, tokenizer=TokenizerFiles.of_folder(folder)
-    )
+        folder, "converted folder", part(store.read_config(folder)[0]), tensors,
+        tokenizer=TokenizerFiles.of_folder(folder), drafts=drafts,
+    )  # fmt: skip
 
 
 def open_hf(folder: Path, target: ModelConfig | None = None) -> Checkpoint:

@@ -168,27 +168,37 @@ def load(folder: Path, num_shards: int, shapes: Mapping, dtype=None, device: jax
 
 
 class ConvertedTensors:
-    """A converted folder as a tensor source: its parameters under their paths, one shard in memory at a time."""
+    """A converted folder as a tensor source: its parameters under their paths, one shard in memory at a time.
 
-    def __init__(self, folder: Path, num_shards: int):
+    Heads that came along are in it too, under ``drafts/<name>/`` in front of their paths.
+    """
+
+    def __init__(self, folder: Path):
         self.info: dict[str, TensorInfo] = {}
-        self._shard_of: dict[str, Path] = {}
+        self._where: dict[str, tuple[Path, str]] = {}
         self._loaded: tuple[Path | None, dict[str, np.ndarray]] = (None, {})
-        for shard, infos in _shards(folder, num_shards):
-            for path, info in infos.items():
-                self.info[path] = TensorInfo(tuple(info.shape), np.dtype(info.dtype), shard.name)
-                self._shard_of[path] = shard
+        for lead, part in [("", folder), *((f"drafts/{name}/", path) for name, path in draft_folders(folder).items())]:
+            _, data = read_config(part)
+            for shard, infos in _shards(part / "params", data["num_shards"]):
+                for path, info in infos.items():
+                    self.info[lead + path] = TensorInfo(tuple(info.shape), np.dtype(info.dtype), lead + shard.name)
+                    self._where[lead + path] = shard, path
 
     def read(self, name: str) -> np.ndarray:
-        """The parameter at path `name`, as stored."""
-        shard = self._shard_of[name]
+        """The parameter called `name`, as stored."""
+        shard, inner = self._where[name]
         if self._loaded[0] != shard:
             self._loaded = (None, {})
             like = {
-                path: np.empty(info.shape, info.dtype)
-                for path, info in self.info.items()
-                if self._shard_of[path] == shard
+                path: np.empty(self.info[full].shape, self.info[full].dtype)
+                for full, (where, path) in self._where.items()
+                if where == shard
             }
             with _checkpointer() as checkpointer:
                 self._loaded = (shard, flatten(checkpointer.restore(shard, unflatten(like))))
-        return np.asarray(self._loaded[1][name])
+        return np.asarray(self._loaded[1][inner])
+
+
+def draft_folders(folder: Path) -> dict[str, Path]:
+    """Heads inside a converted folder, by name: converted folders themselves."""
+    return {path.name: path for path in sorted((folder / "drafts").glob("*")) if is_converted(path)}

@@ -1,0 +1,291 @@
+"""Back to Hugging Face: the rules run the other way, safetensors are streamed, ``config.json`` is written for transformers.
+
+`CONFIGS` has one small function per family (the inverse of `jaxspec.conversion.hf_config.FAMILIES`), `EXPORTERS` one entry per
+class of configuration, so that draft heads can be exported too.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxspec.config import ModelConfig, RopeConfig
+from jaxspec.conversion import hf
+from jaxspec.conversion.errors import ConversionError
+from jaxspec.conversion.mapping import FLOAT32_LEAVES, Rule, cast, expected_shapes, flatten, is_float, unbuild
+from jaxspec.conversion.readers import SAFETENSORS_DTYPES, TensorSource
+from jaxspec.conversion.tokenizer import TokenizerFiles
+
+SHARD_BYTES = 5 * 10**9
+CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is to be written: the rules of a published format, and its ``config.json``."""
+
+    rules: tuple[Rule, ...]
+    config: dict[str, Any]
+
+
+class Part(Protocol):
+    """A parameter tree and how to fill it (`jaxspec.conversion.sources.Part`)."""
+
+    config: Any
+    shapes: Mapping
+    rules: tuple[Rule, ...]
+
+
+def rope_keys(rope: RopeConfig) -> dict[str, Any]:
+    """``rope_theta`` and ``rope_scaling`` in transformers 4's spelling, which 5 reads as well."""
+    keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
+    if rope.kind == "default":
+        return keys
+    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind in ("llama3", "yarn"):
+        scaling["original_max_position_embeddings"] = rope.original_max_positions
+    if rope.kind == "llama3":
+        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.kind == "yarn":
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "attention_factor": rope.attention_factor}
+    return keys | {"rope_scaling": scaling}
+
+
+def common_keys(config: ModelConfig) -> dict[str, Any]:
+    """Keys that all families share."""
+    stops = list(config.stop_token_ids)
+    keys = {
+        "architectures": [config.architecture],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_size,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": config.activation,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": stops[0] if len(stops) == 1 else stops or None,
+        "pad_token_id": None,
+    }
+    return keys | rope_keys(config.rope)
+
+
+def layer_types(config: ModelConfig) -> dict[str, Any]:
+    """``sliding_window`` and ``layer_types``, the general way to say which layers slide."""
+    sliding = sorted({w for w in config.windows if w is not None})
+    if len(sliding) > 1:
+        raise ConversionError(f"sliding windows of several sizes ({sliding}) have no Hugging Face configuration")
+    kinds = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
+    return {"sliding_window": sliding[0] if sliding else None, "layer_types": kinds}
+
+
+def one_window(config: ModelConfig) -> dict[str, Any]:
+    """``sliding_window`` of families in which all layers slide or none."""
+    if len(set(config.windows)) > 1:
+        raise ConversionError(f"layers of a {config.family} model all slide or none does; here they differ")
+    return {"sliding_window": config.windows[0]}
+
+
+def llama(config: ModelConfig) -> dict[str, Any]:
+    """Llama: one switch for the biases of q, k, v and the output, unlike Qwen2 files."""
+    if any(w is not None for w in config.windows) or config.qkv_bias != config.out_bias:
+        raise ConversionError("a llama model has no sliding window, and biases on all four projections or on none")
+    return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+
+
+def mistral(config: ModelConfig) -> dict[str, Any]:
+    """Mistral."""
+    return one_window(config)
+
+
+def qwen2(config: ModelConfig) -> dict[str, Any]:
+    """Qwen2."""
+    keys = layer_types(config)
+    return keys | {"use_sliding_window": keys["sliding_window"] is not None, "max_window_layers": config.num_layers}
+
+
+def qwen3(config: ModelConfig) -> dict[str, Any]:
+    """Qwen3."""
+    return qwen2(config) | {"attention_bias": config.qkv_bias}
+
+
+def qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+    """Qwen3-MoE."""
+    window = one_window(config)
+    return window | {
+        "use_sliding_window": window["sliding_window"] is not None,
+        "attention_bias": config.qkv_bias,
+        "num_experts": config.moe.num_experts,
+        "num_experts_per_tok": config.moe.num_experts_per_token,
+        "moe_intermediate_size": config.moe.ffn_size,
+        "mlp_only_layers": list(config.moe.dense_layers),
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": config.moe.normalize_weights,
+    }
+
+
+def phi3(config: ModelConfig) -> dict[str, Any]:
+    """Phi-3; its class wants the padding id inside the vocabulary."""
+    return one_window(config) | {"pad_token_id": 0, "original_max_position_embeddings": config.max_positions}
+
+
+def gemma(config: ModelConfig) -> dict[str, Any]:
+    """What Gemma 2 and 3 share."""
+    return layer_types(config) | {
+        "hidden_activation": config.activation,
+        "query_pre_attn_scalar": round(config.attention_scale**-2),
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.logit_softcap,
+        "attention_bias": config.qkv_bias,
+        "pad_token_id": 0,
+    }
+
+
+def gemma3(config: ModelConfig) -> dict[str, Any]:
+    """Gemma 3, text model."""
+    return gemma(config) | {"model_type": "gemma3_text", "rope_local_base_freq": config.rope_local.theta}
+
+
+CONFIGS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "phi3": phi3,
+    "gemma2": gemma,
+    "gemma3": gemma3,
+}
+"""Family → the keys that `common_keys` does not have."""
+
+
+def model_export(config: ModelConfig) -> Export:
+    """A decoder as transformers names it."""
+    if config.family not in CONFIGS:
+        raise ConversionError(f"models of the family {config.family!r} cannot be exported; can: {', '.join(CONFIGS)}")
+    return Export(tuple(hf.rules_for(config)), common_keys(config) | CONFIGS[config.family](config))
+
+
+EXPORTERS: dict[type, Callable[[Any], Export]] = {ModelConfig: model_export}
+"""Class of configuration → its published format."""
+
+
+def write_hf(
+    main: Part,
+    tensors: TensorSource,
+    folder: Path,
+    *,
+    build: Callable[[Part], Iterator[tuple[str, np.ndarray]]],
+    dtype: np.dtype | None = None,
+    tokenizer: TokenizerFiles | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes ``model.safetensors`` (or shards with an index), ``config.json``, generation and tokenizer files.
+
+    Args:
+      main: what to export.
+      tensors: where its rules read from; tells the types before anything is read.
+      folder: an existing folder.
+      build: streams the parameters of a part, converted to `dtype`.
+      dtype: of the floating tensors; None keeps them.
+      tokenizer: files to write along.
+      shard_bytes: size from which weights are split into several files.
+
+    Raises:
+      ConversionError: this kind of configuration, or this family, has no published format here.
+    """
+    if type(main.config) not in EXPORTERS:
+        raise ConversionError(f"a {type(main.config).__name__} cannot be exported to a published format")
+    export = EXPORTERS[type(main.config)](main.config)
+    if tokenizer is not None:
+        tokenizer.write(folder)
+    types = parameter_types(main, tensors, dtype)
+    shapes = flatten(main.shapes)
+    by_target = {rule.target: rule for rule in export.rules}
+    order = [by_target[rule.target] for rule in main.rules]
+    shards: list[list[Rule]] = [[]]
+    size = 0
+    for rule in order:
+        count = int(np.prod(shapes[rule.target], dtype=np.int64)) * types[rule.target].itemsize
+        if shards[-1] and size + count > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(rule)
+        size += count
+    stream = build(main)
+    total, weight_map = 0, {}
+    for i, rules in enumerate(shards):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        entries = [
+            (source, types[rule.target], shape)
+            for rule in rules
+            for source, shape in zip(rule.sources, expected_shapes(rule, shapes[rule.target]), strict=True)
+        ]
+        total += write_safetensors(folder / name, entries, taken(rules, stream))
+        weight_map |= {source: name for source, _, _ in entries}
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    stored = types[main.rules[0].target].name
+    config = export.config | {"torch_dtype": stored}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if isinstance(main.config, ModelConfig) and not (folder / "generation_config.json").exists():
+        generation = {k: config[k] for k in ("bos_token_id", "eos_token_id") if config.get(k) is not None}
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def parameter_types(part: Part, tensors: TensorSource, dtype: np.dtype | None) -> dict[str, np.dtype]:
+    """The type that each parameter will have once built."""
+    types = {}
+    for rule in part.rules:
+        found = np.result_type(*{tensors.info[name].dtype for name in rule.sources})
+        if rule.target.rsplit("/", 1)[-1] in FLOAT32_LEAVES:
+            found = np.dtype(np.float32)
+        elif dtype is not None and is_float(found):
+            found = dtype
+        types[rule.target] = found
+    return types
+
+
+def taken(rules: list[Rule], stream: Iterator[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of the next ``len(rules)`` parameters of a stream that comes in the order of the rules."""
+    for rule in rules:
+        path, array = next(stream)
+        if path != rule.target:
+            raise ConversionError(f"parameter {path} came where {rule.target} was expected")
+        yield from unbuild([rule], {path: array})
+
+
+def write_safetensors(
+    file: Path, entries: list[tuple[str, np.dtype, tuple[int, ...]]], tensors: Iterator[tuple[str, np.ndarray]]
+) -> int:
+    """A safetensors file whose tensors come as a stream in the order of `entries`; returns the bytes of data.
+
+    The header precedes the data, hence names, types and shapes are known first.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, dtype, shape in entries:
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for (name, dtype, shape), (found, array) in zip(entries, tensors, strict=True):
+            if found != name or array.shape != shape:
+                raise ConversionError(f"tensor {found} {array.shape} came where {name} {shape} was expected")
+            stream.write(cast(name, array, dtype).tobytes())
+    return at
