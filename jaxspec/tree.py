@@ -152,7 +152,8 @@ def top_k(values: Float[Array, "*R V"], k: int) -> tuple[Float[Array, "*R K"], I
     k passes of argmax with masking: over a vocabulary they cost less than `lax.top_k` on a GPU, which sorts.
     """
     if k > 16 or values.shape[-1] <= 1024:
-        return jax.lax.top_k(values, k)
+        best, where = jax.lax.top_k(values, k)
+        return best, where
     index = jnp.arange(values.shape[-1])
     best, where = [], []
     for _ in range(k):
