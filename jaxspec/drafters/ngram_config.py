@@ -23,7 +23,6 @@ class NgramConfig:
       external_corpus_max_tokens: the most tokens that one corpus may hold.
       device_nodes: trie nodes that are copied to the device, the most recently used ones; a static shape, so that new
         contents never recompile a program.
-      own_branches: continuations of the request's own earlier text in one tree: the longest match and the next ones.
     """
 
     max_trie_depth: int = 18
@@ -35,7 +34,6 @@ class NgramConfig:
     external_sam_budget: int = 0
     external_corpus_max_tokens: int = 10_000_000
     device_nodes: int = 1 << 16
-    own_branches: int = 1
 
     def __post_init__(self):
         object.__setattr__(self, "match_type", str(self.match_type).upper())
@@ -45,11 +43,10 @@ class NgramConfig:
             "max_trie_depth": 2,
             "min_bfs_breadth": 1,
             "max_bfs_breadth": self.min_bfs_breadth,
-            "capacity": 2,
+            "capacity": self.max_trie_depth,
             "external_sam_budget": 0,
             "external_corpus_max_tokens": 1,
             "device_nodes": 2,
-            "own_branches": 1,
         }
         for name, bound in least.items():
             if getattr(self, name) < bound:

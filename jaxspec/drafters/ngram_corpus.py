@@ -30,12 +30,14 @@ def read_jsonl(path: str | Path) -> Iterator[str]:
     path = Path(path)
     if not path.is_file():
         raise CorpusError(f"external corpus {path} is not a file")
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)
+                text = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise CorpusError(f"{path}, line {number}: not UTF-8 (byte {error.start})") from error
             except json.JSONDecodeError as error:
                 raise CorpusError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from error
             if not isinstance(text, str):

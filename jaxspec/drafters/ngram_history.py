@@ -64,12 +64,18 @@ class NgramHistory:
           corpus_id: a name for `remove_corpus`; the path if there is one, "corpus" otherwise.
 
         Raises:
+          ConfigError: external_sam_budget is smaller than the number of corpora.
           CorpusError: the id is taken, the corpus is empty or too long, or a line is not a JSON string.
         """
         is_path = isinstance(source, str | Path)
         name = corpus_id or (str(source) if is_path else "corpus")
         if name in self.corpora:
             raise CorpusError(f"a corpus with the id {name!r} exists already: remove it first or choose another id")
+        if self.config.external_sam_budget <= len(self.corpora):
+            raise ConfigError(
+                f"external_sam_budget={self.config.external_sam_budget} leaves no draft node for the corpus {name!r}: "
+                f"{len(self.corpora) + 1} corpora need at least as many"
+            )
         documents = read_jsonl(source) if is_path else source
         tokens = tokenize(documents, encoder(tokenizer), self.config.external_corpus_max_tokens, name)
         self.corpora[name] = Corpus.build(tokens, self.config)
@@ -82,7 +88,7 @@ class NgramHistory:
         del self.corpora[corpus_id]
 
     def arrays(self) -> tuple[TrieArrays, tuple[CorpusArrays, ...]]:
-        """The contents as NumPy arrays for the device, the corpora by id. The trie is exported again only after an insertion."""
+        """The contents as NumPy arrays for the device, corpora by id; the trie is exported again only after an insertion."""
         if self._exported is None or self._exported[0] != self.trie.version:
             self._exported = (self.trie.version, export_trie(self.trie))
         return self._exported[1], tuple(export_corpus(corpus) for _, corpus in sorted(self.corpora.items()))

@@ -95,16 +95,15 @@ class Candidates:
     valid: Bool[Array, "B C"]
 
 
-def export_trie(trie: NgramTrie | None, config: NgramConfig) -> TrieArrays:
-    """A trie's most recently used device_nodes - 1 nodes, as NumPy arrays; None gives an empty trie."""
-    nodes: list[Node] = [] if trie is None else trie.recent(config.device_nodes - 1)
-    wanted = set(nodes)
-    size = config.device_nodes
+def export_trie(trie: NgramTrie) -> TrieArrays:
+    """A trie's most recently used device_nodes - 1 nodes, as NumPy arrays."""
+    config = trie.config
+    size, wanted = config.device_nodes, set(trie.recent(config.device_nodes - 1))
     arrays = {name: np.zeros(size, np.int32) for name in ("token", "child_start", "child_count")}
     share, parent = np.zeros(size, np.float32), np.zeros(size, np.int64)
-    order = [None if trie is None else trie.root]
+    order: list[Node] = [trie.root]
     levels, done = [0, 1], 0
-    while nodes and done < len(order):
+    while done < len(order):
         for index in range(done, len(order)):
             state = order[index]
             arrays["child_start"][index] = len(order)

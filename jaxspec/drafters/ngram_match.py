@@ -34,33 +34,28 @@ def match_lengths(tokens: Int[Array, "B L"], last: Int[Array, " B"], depth: int)
 
 
 def match_own_tokens(
-    tokens: Int[Array, "B L"], length: Int[Array, " B"], *, depth: int, num_drafts: int, branches: int = 1
-) -> tuple[Int[Array, "B R M"], Int[Array, "B R"]]:
-    """Continuations of the places where a request's text already ended as it ends now.
+    tokens: Int[Array, "B L"], length: Int[Array, " B"], *, depth: int, num_drafts: int
+) -> tuple[Int[Array, "B M"], Int[Array, " B"]]:
+    """What followed the place where a request's text already ended most like it ends now.
 
-    The longest matching suffix comes first, the most recent place among equals. A match of one token counts: the tree
-    has a fixed size, so that a poor guess costs as much as none. Where a continuation reaches the end of the text it goes on
-    with what it has just drafted, so that text with a period is continued with this period.
+    The longest matching suffix wins, the most recent place among equals. One matching token is enough: the tree has a fixed
+    size, so that a poor guess costs as much as none (SmolLM2-135M, 15 answers: 1.77 tokens a round, 1.62 if two must
+    match; giving a second place a part of the nodes changes it by less than 2 %). Where the continuation reaches the end of
+    the text it goes on with what it has just drafted, so that text with a period is continued with this period.
 
     Args:
       tokens: prompt and output; valid up to and including index `length`, the bonus token. Anything may stand behind.
       length: committed tokens.
       depth: the longest suffix that is compared.
-      num_drafts: M, tokens per continuation.
-      branches: R, how many places are returned; continuations may share their first tokens.
+      num_drafts: M, tokens of the continuation.
 
     Returns:
-      The continuations and the matched lengths, 0 where there is no (further) match.
+      The continuation and the matched length, 0 where nothing matches.
     """
-    position = jnp.arange(tokens.shape[1])
-    score = match_lengths(tokens, length, depth) * tokens.shape[1] + position
-    paths, lengths = [], []
-    for _ in range(branches):
-        place = jnp.argmax(score, axis=1)
-        best = jnp.take_along_axis(score, place[:, None], 1)[:, 0] // tokens.shape[1]
-        period = jnp.maximum(length - place, 1)
-        ahead = place[:, None] + 1 + jnp.arange(num_drafts) % period[:, None]
-        paths.append(jnp.take_along_axis(tokens, ahead, 1, mode="clip"))
-        lengths.append(best)
-        score = jnp.where(position == place[:, None], -1, score)
-    return jnp.stack(paths, 1).astype(jnp.int32), jnp.maximum(jnp.stack(lengths, 1), 0)
+    size = tokens.shape[1]
+    matched = match_lengths(tokens, length, depth)
+    place = jnp.argmax(matched * size + jnp.arange(size), axis=1)
+    period = jnp.maximum(length - place, 1)
+    ahead = place[:, None] + 1 + jnp.arange(num_drafts) % period[:, None]
+    path = jnp.take_along_axis(tokens, ahead, 1, mode="clip").astype(jnp.int32)
+    return path, jnp.take_along_axis(matched, place[:, None], 1)[:, 0]
