@@ -52,6 +52,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "EAGLE": _entry("jaxspec.drafters.eagle", True, "an EAGLE-1/2 head (jaxspec.load_draft)"),
     "EAGLE3": _entry("jaxspec.drafters.eagle", True, "an EAGLE-3 head (jaxspec.load_draft)"),
     "PEAGLE": _entry("jaxspec.drafters.peagle", True, "a parallel EAGLE head (jaxspec.load_draft)"),
+    "NEXTN": _entry("jaxspec.drafters.mtp", False, "MTP layers (jaxspec.load_draft), unless the target came with some"),
     "STANDALONE": _entry("jaxspec.drafters.standalone", True, "a smaller model with the same vocabulary (jaxspec.load)"),
 }
 
