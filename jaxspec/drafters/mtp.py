@@ -4,8 +4,8 @@ Pair p = (target feature at position p, token at p + 1) stands at position p, as
 positions 0 … L-1 when the target's does and the bonus token x_L is known. There are two ways to draft:
 
 * One layer, used for every step (DeepSeek-V3, MiMo, Qwen3-Next): step i > 1 is fed the state of the step before at position
-  L + i - 2. Chains and EAGLE-2 trees. This is also what happens to a checkpoint with several layers when a tree or more
-  steps than layers are asked for: then layer 0 serves every step.
+  L + i - 2. Chains and EAGLE-2 trees. A checkpoint with several layers is used so too when a tree, more steps than layers
+  or a sampled chain (rejection sampling) is asked for: then layer 0 serves every step.
 * Several layers, one per step (DeepSeek-V3, section 2.2; SGLang's multi-layer EAGLE): layer s reads (state of layer s - 1 at
   position p, token at p + 1 + s), so num_steps drafts come out of the catch-up pass itself and the round has no further
   draft forward. Chains with num_steps up to the number of layers, num_draft_tokens = num_steps + 1.
@@ -28,9 +28,10 @@ from jaxspec.config import ConfigError, ModelConfig, SpecConfig, resolve_tree
 from jaxspec.drafters import mtp_model
 from jaxspec.drafters.base import Drafter, Proposal, RoundContext
 from jaxspec.drafters.mtp_config import MtpConfig
+from jaxspec.drafters.sampled_chain import sampled_chain
 from jaxspec.kvcache import LayerKV, find_slots, init_layers
 from jaxspec.models.attend import paged_attend
-from jaxspec.tree import chain, grow, top_k
+from jaxspec.tree import DraftTree, chain, grow, pack_bits, top_k
 
 
 class MtpState(NamedTuple):
@@ -60,6 +61,7 @@ class MtpDrafter(Drafter):
       num_steps, topk, num_draft_tokens: SGLang's parameters, resolved.
       layer_per_step: whether step s uses layer s (see the module's docstring).
       window, sink: how far back the layers attend, and how many leading positions they see regardless; None for all.
+      sampled: draw chains from the draft's distribution and keep it, for rejection sampling and block verification.
     """
 
     draft: MtpConfig
@@ -69,6 +71,7 @@ class MtpDrafter(Drafter):
     layer_per_step: bool = False
     window: int | None = None
     sink: int = 0
+    sampled: bool = False
     name: ClassVar[str] = "NEXTN"
 
     @property
@@ -193,41 +196,77 @@ class MtpDrafter(Drafter):
         """What a further step is fed."""
         return out.normed if self.draft.recycle_normed else out.raw
 
+    def logits(self, params, ctx: RoundContext, layer: int, hidden: Float[Array, "*R E"]) -> Float[Array, "*R V"]:
+        """Next-token logits behind recycled states of a layer."""
+        return mtp_model.logits(params, self.draft, layer, ctx.params, ctx.config, hidden)
+
     def best(self, params, ctx: RoundContext, layer: int, hidden: Float[Array, "*R E"], k: int) -> tuple[Array, Array]:
         """The k most probable tokens behind recycled states of a layer (temperature 1, as SGLang drafts)."""
-        logits = mtp_model.logits(params, self.draft, layer, ctx.params, ctx.config, hidden)
-        return top_k(jax.nn.softmax(logits, axis=-1), k)
+        return top_k(jax.nn.softmax(self.logits(params, ctx, layer, hidden), axis=-1), k)
 
     def propose(self, params, state: MtpState, ctx: RoundContext) -> Proposal:
-        """The chain that the catch-up pass drafted, or a tree grown with layer 0, whose entries `update` overwrites."""
+        """The chain that the catch-up pass drafted, or what layer 0 drafts now, whose entries `update` overwrites."""
         if self.layer_per_step:
             tree = chain(jnp.concatenate([ctx.bonus[:, None], state.drafts[:, : self.num_steps]], 1))
             return self.proposal(tree, state, ctx)
-        base, k = ctx.cache.length, self.topk
-        batch = base.shape[0]
+        grow_tree = self.grow_sampled if self.sampled and ctx.sampling.any_sampled else self.grow
+        tree, pool = grow_tree(params, state, ctx)
+        return self.proposal(tree, state._replace(layers=(pool,)), ctx)
+
+    def level(self, params, ctx: RoundContext, level: int, tokens, parent, visible, aux: tuple) -> tuple[Array, tuple]:
+        """Runs one level's beams with layer 0: each is fed its parent's state and sees the entries `visible`."""
+        pool, hidden = aux
+        base, (batch, k) = ctx.cache.length, tokens.shape
+        hidden = jnp.take_along_axis(hidden, parent[..., None], 1)
+        entries = base[:, None] + jnp.arange((level + 1) * k)[None] // k
+        positions, valid = jnp.broadcast_to(base[:, None] + level, (batch, k)), jnp.ones((batch, k), bool)
+        out = self.run(params, ctx, 0, tokens, hidden, pool, base, positions, valid, entries, visible)
+        recycled = self.recycled(out)
+        return recycled, (out.cache, recycled)
+
+    def grow(self, params, state: MtpState, ctx: RoundContext) -> tuple[DraftTree, LayerKV]:
+        """EAGLE-2's dynamic tree, or its chain for one beam."""
 
         def expand(level: int, tokens, parent, visible, aux):
-            pool, hidden = aux
-            hidden = jnp.take_along_axis(hidden, parent[..., None], 1)
-            entries = base[:, None] + jnp.arange((level + 1) * k)[None] // k
-            out = self.run(
-                params, ctx, 0, tokens, hidden, pool, base, jnp.broadcast_to(base[:, None] + level, (batch, k)),
-                jnp.ones((batch, k), bool), entries, visible,
-            )  # fmt: skip
-            return *self.best(params, ctx, 0, self.recycled(out), k), (out.cache, self.recycled(out))
+            hidden, aux = self.level(params, ctx, level, tokens, parent, visible, aux)
+            return *self.best(params, ctx, 0, hidden, self.topk), aux
 
-        probs, ids = self.best(params, ctx, 0, state.hidden, k)
+        probs, ids = self.best(params, ctx, 0, state.hidden, self.topk)
         tree, (pool, _) = grow(
             ctx.bonus, probs, ids, expand, (state.layers[0], state.hidden[:, None]),
-            num_steps=self.num_steps, topk=k, num_draft_tokens=self.num_draft_tokens,
+            num_steps=self.num_steps, topk=self.topk, num_draft_tokens=self.num_draft_tokens,
         )  # fmt: skip
-        return self.proposal(tree, state._replace(layers=(pool,)), ctx)
+        return tree, pool
+
+    def grow_sampled(self, params, state: MtpState, ctx: RoundContext) -> tuple[DraftTree, LayerKV]:
+        """A chain drawn from the layer's distribution."""
+        batch = ctx.bonus.shape[0]
+        zero = jnp.zeros((batch, 1), jnp.int32)
+
+        def extend(level: int, token, aux):
+            visible = pack_bits(jnp.ones((batch, 1, level + 1), bool))
+            hidden, aux = self.level(params, ctx, level, token[:, None], zero, visible, aux)
+            return self.logits(params, ctx, 0, hidden[:, 0]), aux
+
+        tree, (pool, _) = sampled_chain(
+            ctx.bonus, self.logits(params, ctx, 0, state.hidden), extend, (state.layers[0], state.hidden[:, None]), ctx.keys,
+            ctx.sampling, num_steps=self.num_steps, vocab_size=ctx.config.vocab_size,
+        )  # fmt: skip
+        return tree, pool
 
 
 def resolve(spec: SpecConfig, config: ModelConfig) -> SpecConfig:
-    """num_steps/topk/num_draft_tokens 3/1/4 unless all are given; with several MTP layers one step for each of them."""
+    """num_steps/topk/num_draft_tokens 3/1/4 unless all are given; with several MTP layers one step for each of them.
+
+    Raises:
+      ConfigError: see `jaxspec.config.resolve_tree`; or a verifier that checks chains only is given a tree.
+    """
     layers = config.num_mtp_layers
-    return resolve_tree(spec, (layers, 1, layers + 1) if layers > 1 else (3, 1, 4), "NEXTN")
+    resolved = resolve_tree(spec, (layers, 1, layers + 1) if layers > 1 else (3, 1, 4), "NEXTN")
+    if resolved.verification != "target_only" and resolved.topk != 1:
+        which = "use_block_verification" if spec.use_block_verification else "use_rejection_sampling"
+        raise ConfigError(f"{which} checks chains only: topk={resolved.topk} must be 1")
+    return resolved
 
 
 def build(target, draft, spec: SpecConfig) -> tuple[MtpDrafter, dict]:
@@ -250,13 +289,15 @@ def build(target, draft, spec: SpecConfig) -> tuple[MtpDrafter, dict]:
         ours, theirs = getattr(target.config, name), getattr(layers, name)
         if ours != theirs:
             raise ConfigError(f"these MTP layers belong to another model: their {name} is {theirs}, the target's {ours}")
+    sampled = spec.verification != "target_only"
     drafter = MtpDrafter(
         draft=draft.config,
         num_steps=spec.num_steps,
         topk=spec.topk,
         num_draft_tokens=spec.num_draft_tokens,
-        layer_per_step=1 < layers.num_layers >= spec.num_steps and spec.topk == 1,
+        layer_per_step=spec.topk == 1 and 1 < layers.num_layers >= spec.num_steps and not sampled,
         window=spec.draft_window_size,
         sink=spec.draft_sink_size,
+        sampled=sampled,
     )
     return drafter, draft.tree
