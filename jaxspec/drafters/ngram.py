@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxspec.config import ConfigError
 from jaxspec.config import ConfigError, ModelConfig, SpecConfig
 from jaxspec.drafters.base import Drafter, Proposal, RoundContext
 from jaxspec.drafters.ngram_config import NgramConfig
@@ -171,9 +170,7 @@ def history(target, draft: NgramHistory | None, spec: SpecConfig) -> NgramHistor
     """The history to draft from: the one given, or a new one when `spec` names an external corpus."""
     if draft is not None or spec.ngram_external_corpus_path is None:
         return draft
-    made = NgramHistory(config_from(spec))
-    made.add_corpus(spec.ngram_external_corpus_path, target.tokenizer)
-    return made
+    return NgramHistory(config_from(spec), target.tokenizer)
 
 
 def build(target, draft: NgramHistory | None, spec: SpecConfig) -> tuple[NgramDrafter, None]:
