@@ -232,7 +232,9 @@ class SpecConfig:
             raise ConfigError(f"draft_sink_size={self.draft_sink_size} needs draft_window_size")
         lossy = self.accept_threshold_single < 1 or self.accept_threshold_acc < 1
         if lossy and (self.use_rejection_sampling or self.use_block_verification):
-            raise ConfigError("acceptance thresholds below 1.0 cannot be combined with rejection sampling or block verification")
+            raise ConfigError(
+                "acceptance thresholds below 1.0 cannot be combined with rejection sampling or block verification"
+            )
 
     @property
     def verification(self) -> str:

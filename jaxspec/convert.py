@@ -16,7 +16,9 @@ def parser() -> argparse.ArgumentParser:
         "config.json and tokenizer files. What SRC is, is recognised.",
         epilog="Example: python -m jaxspec.convert ./Llama-3.2-1B-Instruct ./llama --dtype bfloat16",
     )
-    p.add_argument("src", metavar="SRC", help="Hugging Face folder, GGUF file, draft head, converted folder, hub id or smollm2-135m")
+    p.add_argument(
+        "src", metavar="SRC", help="Hugging Face folder, GGUF file, draft head, converted folder, hub id or smollm2-135m"
+    )
     p.add_argument("dst", metavar="DST", nargs="?", help="folder to write; may be left out with --dry-run")
     p.add_argument("--dtype", help="float32, float16 or bfloat16 (default: as stored; GGUF: float32)")
     p.add_argument("--target", metavar="MODEL", help="the model that a draft head belongs to, where its format needs to know")

@@ -17,7 +17,9 @@ def parser() -> argparse.ArgumentParser:
         description="Answers a prompt with speculative decoding: the same tokens as plain decoding, sooner.",
         epilog='Example: python -m jaxspec.generate --model smollm2-135m --prompt "Why is the sky blue?" --compare',
     )
-    p.add_argument("--model", "--model-path", required=True, help="converted folder, HF folder, GGUF file, hub id or smollm2-135m")
+    p.add_argument(
+        "--model", "--model-path", required=True, help="converted folder, HF folder, GGUF file, hub id or smollm2-135m"
+    )
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help='the prompt; "-" reads it from standard input')
     source.add_argument("--prompt-file", help="a text file that holds the prompt")
@@ -106,7 +108,12 @@ def main(argv: list[str] | None = None) -> int:
     else:
         result, plain = stream_answer(jaxspec, params, prompt, options, out), None
     print(f"\n{result.stats}", file=out)
-    report = {"text": result.text, "tokens": result.tokens, "finish_reason": result.finish_reason, "stats": result.stats.to_json()}
+    report = {
+        "text": result.text,
+        "tokens": result.tokens,
+        "finish_reason": result.finish_reason,
+        "stats": result.stats.to_json(),
+    }
     status = 0
     if plain is not None:
         equal = result.tokens == plain.tokens

@@ -65,6 +65,8 @@ class Session:
     state: RoundState
     prompts: list[list[int]]
     chunk: int
+    allocator: PageAllocator
+    pages: list[list[int]]
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     compile_seconds: float = 0.0
@@ -96,6 +98,12 @@ class Session:
     def finish(self, row: int) -> None:
         """Ends a sequence from outside (a stop string was found)."""
         self.state = dataclasses.replace(self.state, done=self.state.done.at[row].set(True))
+
+    def release(self) -> None:
+        """Gives all pages back."""
+        for pages in self.pages:
+            self.allocator.release(pages)
+        self.pages = []
 
 
 def check_pool(needed: int, what: str) -> None:
@@ -167,10 +175,10 @@ def start(
     check_pool(needed, f"{batch} sequences of {max_len} tokens{tree}")
 
     allocator = PageAllocator(num_pages)
+    pages = [allocator.allocate(pages_for(int(limit) + drafter.slack, page_size)) for limit in limits]
     table = np.zeros((batch, width), np.int32)
-    for row, limit in zip(table, limits, strict=True):
-        count = pages_for(int(limit) + drafter.slack, page_size)
-        row[:count] = allocator.allocate(count)
+    for row, granted in zip(table, pages, strict=True):
+        row[: len(granted)] = granted
     tokens = np.zeros((batch, max_len), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -194,7 +202,7 @@ def start(
     )
     state = dataclasses.replace(state, draft=drafter.refresh(state.draft, draft))
     chunk = prefill_size or next((c for c in PREFILL_CHUNKS if c >= lengths.max()), PREFILL_CHUNKS[-1])
-    return Session(params, draft_tree, program, spec, state, prompts, chunk)
+    return Session(params, draft_tree, program, spec, state, prompts, chunk, allocator, pages)
 
 
 @dataclasses.dataclass

@@ -7,13 +7,12 @@ programs (`PageAllocator`), never inside one.
 
 from __future__ import annotations
 
-import dataclasses
-from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.pytree import pytree
 
 SCRATCH_PAGE = 0
 
@@ -32,8 +31,7 @@ class Slots(NamedTuple):
     slot: Int[Array, "B T"]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["layers", "page_table", "length"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@pytree()
 class PagedKVCache:
     """A model's cache. One array per layer, never stacked (a scan over stacked pools would copy them).
 
@@ -58,9 +56,7 @@ def init_layers(
 ) -> tuple[LayerKV, ...]:
     """Zeroed pools: `jnp.empty` may hold NaN, and a masked NaN is still a NaN after a product with 0."""
     shape = (num_pages, page_size, num_kv_heads)
-    return tuple(
-        LayerKV(jnp.zeros((*shape, key_dim), dtype), jnp.zeros((*shape, value_dim), dtype)) for _ in range(num_layers)
-    )
+    return tuple(LayerKV(jnp.zeros((*shape, key_dim), dtype), jnp.zeros((*shape, value_dim), dtype)) for _ in range(num_layers))
 
 
 def pages_for(tokens: int, page_size: int) -> int:

@@ -321,5 +321,3 @@ def demo_folder(name: str, cache_dir: str | Path | None = None) -> Path:
             if not (folder / "config.json").exists():  # unless another process was quicker
                 raise
     return folder
-
-

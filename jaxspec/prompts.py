@@ -13,15 +13,20 @@ def is_ids(prompt) -> bool:
     """Whether a prompt is a list of token ids."""
     if isinstance(prompt, np.ndarray):
         return prompt.ndim == 1 and np.issubdtype(prompt.dtype, np.integer)
-    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and all(
-        isinstance(t, int | np.integer) and not isinstance(t, bool) for t in prompt
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str)
+        and all(isinstance(t, int | np.integer) and not isinstance(t, bool) for t in prompt)
     )
 
 
 def is_chat(prompt) -> bool:
     """Whether a prompt is a message list."""
-    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt) and all(
-        isinstance(m, Mapping) for m in prompt
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str)
+        and bool(prompt)
+        and all(isinstance(m, Mapping) for m in prompt)
     )
 
 

@@ -19,6 +19,7 @@ from jaxspec.drafters.base import Drafter, Proposal, RoundContext
 from jaxspec.kvcache import PagedKVCache, compact
 from jaxspec.models import decoder
 from jaxspec.models.paged import paged_forward
+from jaxspec.pytree import pytree
 from jaxspec.sampling import SamplingState, process_logits, round_keys
 from jaxspec.tree import DraftTree, root_only
 from jaxspec.verify import Acceptance, accept
@@ -35,15 +36,7 @@ class Program:
     verification: str = "target_only"
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "cache", "draft", "tokens", "from_draft", "round_of", "proposed_upto", "keys", "done", "stopped", "prompt_length",
-        "limit", "rounds", "proposed", "sampling",
-    ],
-    meta_fields=[],
-)  # fmt: skip
-@dataclasses.dataclass(frozen=True)
+@pytree()
 class RoundState:
     """Everything that changes between rounds.
 
@@ -86,8 +79,7 @@ class RoundState:
         return jnp.take_along_axis(self.tokens, self.cache.length[:, None], 1)[:, 0]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["tokens", "count", "num_drafts"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@pytree()
 class RoundOutput:
     """What one round emitted: `count` of `tokens` (0 for a sequence that was done), `num_drafts` of them drafted."""
 

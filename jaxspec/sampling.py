@@ -6,7 +6,6 @@ node sees the penalties that it would see if its drafted ancestors had been emit
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from functools import partial
 
@@ -16,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32, Key, UInt32
 
 from jaxspec.config import ConfigError
+from jaxspec.pytree import pytree
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.tree import DraftTree, unpack_bits
 
@@ -27,25 +27,7 @@ DRAFT, ACCEPT, FINAL = 1, 2, 3
 """Tags folded into a round's key: drawing drafts, the verifier's coins, the correction or bonus draw."""
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "min_new_tokens",
-        "greedy",
-        "logit_bias",
-        "stop_ids",
-        "ignore_eos",
-    ],
-    meta_fields=["any_sampled", "any_filter", "any_penalty", "any_min_new"],
-)
-@dataclasses.dataclass(frozen=True)
+@pytree(static=("any_sampled", "any_filter", "any_penalty", "any_min_new"))
 class SamplingState:
     """The sampling parameters of a batch, one row per sequence; see `SamplingParams` for their meaning.
 
@@ -279,9 +261,7 @@ def probabilities(logits: Float[Array, "B T V"], sampling: SamplingState) -> Flo
 _INFINITY_BITS = 0x7F800000
 
 
-def _within(
-    gap: Float[Array, "B T V"], weight: Float[Array, "B T V"], needed: Float[Array, "B _ 1"]
-) -> Bool[Array, "B T V"]:
+def _within(gap: Float[Array, "B T V"], weight: Float[Array, "B T V"], needed: Float[Array, "B _ 1"]) -> Bool[Array, "B T V"]:
     """The smallest ball ``gap <= r`` whose weight reaches `needed`; everything where `needed` is negative.
 
     Rounding cannot mislead the search: the sum runs in one fixed order and rounding is monotone in every term.

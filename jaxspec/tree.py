@@ -6,24 +6,19 @@ one child per node, plain decoding a tree of one node. Everything here is jit-tr
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxspec.pytree import pytree
+
 WORD = 32
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tokens", "parent", "depth", "ancestors", "valid", "draft_probs"],
-    meta_fields=["max_depth", "is_chain"],
-)
-@dataclasses.dataclass(frozen=True)
+@pytree(static=("max_depth", "is_chain"))
 class DraftTree:
     """T nodes per sequence. Parents precede their children; siblings are ordered by index and hold distinct tokens.
 

@@ -186,9 +186,7 @@ def _walk(tree: DraftTree, accepted: Bool[Array, "B T"]) -> tuple[Int32[Array, "
     return path, jnp.sum(path >= 0, 1, dtype=jnp.int32) - 1
 
 
-def _emit(
-    tree: DraftTree, path: Int32[Array, "B A"], count: Int32[Array, " B"], bonus: Int[Array, " B"]
-) -> Acceptance:
+def _emit(tree: DraftTree, path: Int32[Array, "B A"], count: Int32[Array, " B"], bonus: Int[Array, " B"]) -> Acceptance:
     following = jnp.pad(path[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
     tokens = jnp.where(following >= 0, jnp.take_along_axis(tree.tokens, jnp.maximum(following, 0), 1), 0)
     at_bonus = jnp.arange(path.shape[1]) == count[:, None]

@@ -7,24 +7,19 @@ in its parameter tree and its state. All methods but `refresh` are pure and trac
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxspec.config import ModelConfig
 from jaxspec.kvcache import LayerKV, PagedKVCache
+from jaxspec.pytree import pytree
 from jaxspec.sampling import SamplingState
 from jaxspec.tree import DraftTree, root_only
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["params", "cache", "tokens", "bonus", "keys", "sampling"],
-    meta_fields=["config"],
-)
-@dataclasses.dataclass(frozen=True)
+
+@pytree(static=("config",))
 class RoundContext:
     """What a drafter may look at.
 
@@ -47,12 +42,7 @@ class RoundContext:
     config: ModelConfig
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tree", "state", "layers", "exact", "num_exact"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
+@pytree()
 class Proposal:
     """What drafting gives.
 

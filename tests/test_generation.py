@@ -1,0 +1,281 @@
+"""Losslessness and the surface of `generate` and `stream`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import generation
+from jaxspec.config import ConfigError, SpecConfig
+from jaxspec.drafters.ngram_history import NgramHistory
+from jaxspec.kvcache import OutOfPages
+from tests import tiny
+
+LENGTH = 40
+
+
+def plain(prompts, **options):
+    return jaxspec.generate(tiny.target(), prompts, algorithm="none", **{"max_new_tokens": LENGTH, **options})
+
+
+@pytest.fixture(scope="module")
+def reference():
+    prompts = tiny.prompts(4)
+    return prompts, [r.tokens for r in plain(prompts)]
+
+
+CASES = {
+    "ngram": {"algorithm": "ngram"},
+    "ngram, 5 nodes": {"algorithm": "NGRAM", "num_draft_tokens": 5, "page_size": 1},
+    "chain": {"draft": "small", "page_size": 1, "prefill_chunk": 5},
+    "tree": {"draft": "small", "num_steps": 3, "topk": 3, "num_draft_tokens": 9, "prefill_chunk": 7},
+    "tree on single pages": {"draft": "small", "num_steps": 2, "topk": 4, "num_draft_tokens": 12, "page_size": 1},
+}
+
+
+def options_of(case: dict) -> dict:
+    return {**case, "draft": tiny.small_draft()} if case.get("draft") == "small" else dict(case)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_output_equals_plain_decoding(name, reference):
+    prompts, expected = reference
+    options = options_of(CASES[name])
+    batch = jaxspec.generate(tiny.target(), prompts, max_new_tokens=LENGTH, **options)
+    assert [r.tokens for r in batch] == expected
+    alone = jaxspec.generate(tiny.target(), prompts[1], max_new_tokens=LENGTH, **options)
+    assert alone.tokens == expected[1]
+
+
+@pytest.mark.parametrize("tree", [(3, 1, 4), (2, 3, 13)])
+def test_target_as_its_own_draft_is_always_accepted(tree, reference):
+    """A tree that keeps every candidate (13 = 1 + 3 + 9) must hold the greedy path."""
+    prompts, expected = reference
+    steps, topk, nodes = tree
+    results = jaxspec.generate(
+        tiny.target(), prompts, draft=tiny.target(), num_steps=steps, topk=topk, num_draft_tokens=nodes, max_new_tokens=LENGTH
+    )
+    for result, tokens in zip(results, expected, strict=True):
+        assert result.tokens == tokens
+        full = (LENGTH - 1) // (steps + 1)
+        assert result.stats.accepted_histogram[steps] >= full
+        assert result.stats.rounds == -(-(LENGTH - 1) // (steps + 1))
+
+
+def test_history_of_earlier_outputs_drafts_them_again(reference):
+    prompts, expected = reference
+    history = NgramHistory()
+    first = jaxspec.generate(tiny.target(), prompts[0], draft=history, max_new_tokens=LENGTH)
+    again = jaxspec.generate(tiny.target(), prompts[0], draft=history, max_new_tokens=LENGTH)
+    assert first.tokens == again.tokens == expected[0]
+    assert again.stats.accept_length > max(3.0, first.stats.accept_length)
+
+
+def test_statistics_are_consistent(reference):
+    prompts, _ = reference
+    for result in jaxspec.generate(tiny.target(), prompts, draft=tiny.small_draft(), num_steps=3, topk=2, num_draft_tokens=6):
+        stats = result.stats
+        assert stats.completion_tokens == len(result.tokens) == len(result.from_draft) == len(result.pieces)
+        assert sum(stats.accepted_histogram) == stats.rounds
+        assert sum(i * n for i, n in enumerate(stats.accepted_histogram)) == stats.accepted == sum(result.from_draft)
+        assert stats.proposed == stats.rounds * 5
+        assert stats.completion_tokens <= stats.accepted + stats.rounds + 1
+        assert stats.accept_length == pytest.approx((stats.completion_tokens - 1) / stats.rounds)
+        assert "accept length" in str(stats)
+        assert result.finish_reason == "length"
+
+
+def test_one_prompt_or_a_batch():
+    target = tiny.target()
+    one = jaxspec.generate(target, "HELLO", max_new_tokens=4)
+    assert isinstance(one, jaxspec.GenerationResult)
+    assert one.text == target.tokenizer.decode(one.tokens)
+    ids = target.tokenizer.encode("HELLO")
+    assert jaxspec.generate(target, ids, max_new_tokens=4).tokens == one.tokens
+    assert jaxspec.generate(target, np.array(ids), max_new_tokens=4).tokens == one.tokens
+    for batch in (["HELLO"], [ids], ["HELLO", ids]):
+        results = jaxspec.generate(target, batch, max_new_tokens=4)
+        assert isinstance(results, list)
+        assert all(r.tokens == one.tokens for r in results)
+
+
+def test_stream_gives_the_same_in_pieces(reference):
+    prompts, expected = reference
+    tokens, texts, results = [[] for _ in prompts], ["" for _ in prompts], {}
+    for chunk in jaxspec.stream(tiny.target(), prompts, draft=tiny.small_draft(), max_new_tokens=LENGTH):
+        tokens[chunk.index] += chunk.tokens
+        texts[chunk.index] += chunk.text
+        if chunk.result is not None:
+            results[chunk.index] = chunk.result
+    assert tokens == expected
+    assert [results[i].tokens for i in range(4)] == expected
+    assert [results[i].text for i in range(4)] == texts
+    with pytest.raises(TypeError, match="max_tokens"):
+        next(jaxspec.stream(tiny.target(), "A", max_tokens=3))
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("at", [0, 1, 5, 6, 7, 17])
+def test_a_stop_string_ends_text_tokens_and_statistics_at_one_point(width, at, reference):
+    prompts, expected = reference
+    tokenizer = tiny.target().tokenizer
+    full = tokenizer.decode(expected[2])
+    stop = full[at : at + width]
+    begin = full.index(stop)
+    options = {"draft": tiny.target(), "stop": [stop, "\x7f never"], "max_new_tokens": LENGTH}
+    for result in (
+        jaxspec.generate(tiny.target(), prompts[2], **options),
+        [c.result for c in jaxspec.stream(tiny.target(), prompts[2], **options)][-1],
+    ):
+        assert result.text == full[:begin]
+        assert result.tokens == expected[2][: begin + width]
+        assert result.finish_reason == "stop"
+        assert len(result.from_draft) == len(result.tokens) == result.stats.completion_tokens
+        assert sum(result.stats.accepted_histogram) == result.stats.rounds == -(-(begin + width - 1) // 4)
+
+
+def test_streamed_text_never_shows_a_part_of_a_stop_string(reference):
+    prompts, expected = reference
+    full = tiny.target().tokenizer.decode(expected[2])
+    stop = full[9:13]
+    shown = "".join(
+        c.text for c in jaxspec.stream(tiny.target(), prompts[2], algorithm="none", stop=stop, max_new_tokens=LENGTH)
+    )
+    assert shown == full[: full.index(stop)]
+
+
+def test_same_seed_same_answer_whatever_the_batch():
+    prompts = tiny.prompts(4)
+    options = {"temperature": 0.9, "top_p": 0.9, "max_new_tokens": 24, "draft": tiny.small_draft()}
+    batch = jaxspec.generate(tiny.target(), prompts, seed=7, **options)
+    assert jaxspec.generate(tiny.target(), prompts[2], seed=7, **options).tokens == batch[2].tokens
+    assert jaxspec.generate(tiny.target(), prompts[2], seed=8, **options).tokens != batch[2].tokens
+    mixed = jaxspec.generate(tiny.target(), [prompts[2], prompts[0]], seed=[7, 9], **options)
+    assert mixed[0].tokens == batch[2].tokens
+
+
+def test_penalised_greedy_output_equals_plain_decoding():
+    prompts = tiny.prompts(3, seed=5)
+    options = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
+    expected = [r.tokens for r in plain(prompts, **options)]
+    assert expected != [r.tokens for r in plain(prompts)]
+    results = jaxspec.generate(
+        tiny.target(), prompts, draft=tiny.target(), num_steps=3, topk=2, num_draft_tokens=7, max_new_tokens=LENGTH, **options
+    )
+    assert [r.tokens for r in results] == expected
+
+
+def test_output_stops_where_the_context_ends():
+    short = tiny.target(max_positions=32)
+    result = jaxspec.generate(short, [1] * 25, draft=short, max_new_tokens=100)
+    assert len(result.tokens) == 7
+    assert result.finish_reason == "length"
+
+
+def test_stop_ids_of_the_model_and_of_the_request(reference):
+    prompts, expected = reference
+    stop = expected[0][10]
+    cut = expected[0][: expected[0].index(stop) + 1]
+    result = jaxspec.generate(tiny.target(), prompts[0], draft=tiny.target(), stop_token_ids=[stop], max_new_tokens=LENGTH)
+    assert (result.tokens, result.finish_reason) == (cut, "stop")
+    assert result.text == tiny.target().tokenizer.decode(cut[:-1])
+    own = dataclasses.replace(tiny.target().config, stop_token_ids=(stop,))
+    model = jaxspec.ModelParams(tiny.target().tree, own, tiny.target().tokenizer)
+    assert jaxspec.generate(model, prompts[0], algorithm="none", max_new_tokens=LENGTH).tokens == cut
+    assert jaxspec.generate(model, prompts[0], ignore_eos=True, max_new_tokens=LENGTH).tokens == expected[0]
+
+
+BAD = {
+    "unknown algorithm": ({"algorithm": "eagle9"}, "eagle9.*ngram"),
+    "missing draft": ({"algorithm": "standalone"}, "needs draft"),
+    "draft for another algorithm": ({"algorithm": "ngram", "draft": "small"}, "STANDALONE"),
+    "not a draft": ({"draft": 3}, "int is not a draft"),
+    "only some tree parameters": ({"draft": "small", "num_steps": 3}, "topk, num_draft_tokens missing"),
+    "tree too large": ({"draft": "small", "num_steps": 2, "topk": 2, "num_draft_tokens": 9}, "num_draft_tokens=9.*2 to 7"),
+    "negative steps": ({"draft": "small", "num_steps": -1, "topk": 1, "num_draft_tokens": 2}, "num_steps=-1"),
+    "ngram with steps": ({"algorithm": "ngram", "num_steps": 3}, "num_draft_tokens alone"),
+    "ngram of one node": ({"algorithm": "ngram", "num_draft_tokens": 1}, "num_draft_tokens=1"),
+    "temperature": ({"temperature": -1.0}, "temperature=-1"),
+    "top_p": ({"top_p": 0.0}, "top_p=0"),
+    "top_k": ({"top_k": 0}, "top_k=0"),
+    "max_new_tokens": ({"max_new_tokens": 0}, "max_new_tokens=0"),
+    "page_size": ({"page_size": 0}, "page_size=0"),
+    "threshold": ({"spec": lambda: SpecConfig(accept_threshold_single=1.5)}, "accept_threshold_single=1.5"),
+    "chat": ({"chat": True}, "no chat template"),
+    "chat value": ({"chat": "yes"}, "chat='yes'"),
+    "stop": ({"stop": [""]}, "stop="),
+    "seeds": ({"seed": [1, 2]}, "2 seeds.*1 prompts"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors_name_the_parameter(name):
+    options, message = BAD[name]
+    with pytest.raises(ConfigError, match=message):
+        options = {k: v() if callable(v) else v for k, v in options_of(options).items()}
+        jaxspec.generate(tiny.target(), "HELLO", **{"max_new_tokens": 4, **options})
+
+
+BAD_PROMPTS = {
+    "empty string": ("", "empty"),
+    "empty list": ([], "empty"),
+    "too long": ([1] * 256, "256 tokens.*context holds 256"),
+    "id outside": ([1, tiny.VOCAB], "61.*ids 0 to 60"),
+    "number": (3, "prompt"),
+    "mixed": (["A", 3.5], "prompt 1 is a float"),
+    "chat without template": ([{"role": "user", "content": "HI"}], "chat template"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PROMPTS)
+def test_bad_prompts(name):
+    prompt, message = BAD_PROMPTS[name]
+    with pytest.raises(ConfigError, match=message):
+        jaxspec.generate(tiny.target(), prompt, max_new_tokens=4)
+
+
+def test_text_needs_a_tokenizer():
+    model = jaxspec.ModelParams(tiny.target().tree, tiny.target().config)
+    with pytest.raises(ConfigError, match="token ids"):
+        jaxspec.generate(model, "HELLO")
+    with pytest.raises(ConfigError, match="stop_token_ids"):
+        jaxspec.generate(model, [1, 2], stop="A")
+    assert jaxspec.generate(model, [1, 2], max_new_tokens=3).text is None
+
+
+def test_vocabularies_must_agree_id_by_id():
+    draft = tiny.small_draft()
+    other = tiny.CharTokenizer()
+    other.vocab = {**other.vocab, "A": 34, "B": 33}
+    with pytest.raises(ConfigError, match="token 'A' is id 33 for the target and 34 for the draft"):
+        jaxspec.generate(tiny.target(), "HI", draft=jaxspec.ModelParams(draft.tree, draft.config, other))
+    with pytest.raises(ConfigError, match="target has 61 tokens, the draft 50"):
+        jaxspec.generate(tiny.target(), "HI", draft=tiny.target(vocab=50))
+
+
+def test_a_pool_that_does_not_fit_says_what_to_lower(monkeypatch):
+    monkeypatch.setattr(generation, "available_bytes", lambda: 1000)
+    with pytest.raises(
+        generation.PoolTooLarge, match="needs .* bytes, 1,000 are available.*max_new_tokens.*fewer prompts.*tree"
+    ):
+        jaxspec.generate(tiny.target(), "HELLO", draft=tiny.small_draft())
+
+
+def test_a_chain_of_another_length_warns():
+    with pytest.warns(UserWarning, match="num_draft_tokens=9 with topk=1"):
+        result = jaxspec.generate(
+            tiny.target(), "HI", draft=tiny.small_draft(), num_steps=2, topk=1, num_draft_tokens=9, max_new_tokens=4
+        )
+    assert result.stats.num_draft_tokens == 3
+
+
+def test_allocator_refuses_more_than_there_is():
+    from jaxspec.kvcache import PageAllocator
+
+    allocator = PageAllocator(4)
+    with pytest.raises(OutOfPages, match="4 pages wanted, 3 of 3 are free"):
+        allocator.allocate(4)
+    assert allocator.free == 3

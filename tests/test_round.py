@@ -1,0 +1,190 @@
+"""What the compiled round must never do: leak, read what is not its own, run past a stop, copy its caches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxspec
+from jaxspec import generation
+from jaxspec.kvcache import LayerKV, PageAllocator
+from jaxspec.round import cut, run_rounds
+from jaxspec.sampling import SamplingParams, sampling_state
+from tests import tiny
+
+TREE = {"num_steps": 3, "topk": 2, "num_draft_tokens": 7}
+DRAFTERS = {
+    "plain": lambda: {"algorithm": "none"},
+    "ngram": lambda: {"algorithm": "ngram", "num_draft_tokens": 6},
+    "standalone": lambda: {"draft": tiny.small_draft(), **TREE},
+}
+
+
+def session_for(prompts, **options) -> generation.Session:
+    defaults = {**jaxspec.generate.__kwdefaults__, "max_new_tokens": 24}
+    return generation.prepare(tiny.target(), prompts, {**defaults, **options})[0]
+
+
+def outputs(session) -> list[list[int]]:
+    return [a.tokens for a in generation.read_answers(session, ())]
+
+
+def pools(state) -> list[LayerKV]:
+    drafts = jax.tree.leaves(state.draft, is_leaf=lambda x: isinstance(x, LayerKV))
+    return [*state.cache.layers, *(x for x in drafts if isinstance(x, LayerKV))]
+
+
+def map_pools(state, change):
+    """The state with `change` applied to every pool array [P, S, K, D]."""
+
+    def layer(x):
+        return LayerKV(change(x.k), change(x.v)) if isinstance(x, LayerKV) else x
+
+    def is_layer(x):
+        return isinstance(x, LayerKV)
+
+    cache = dataclasses.replace(state.cache, layers=tuple(layer(x) for x in state.cache.layers))
+    return dataclasses.replace(state, cache=cache, draft=jax.tree.map(layer, state.draft, is_leaf=is_layer))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_nan_in_free_pages_scratch_and_padding_reaches_nothing(name):
+    prompts = tiny.prompts(3)
+    clean = session_for(prompts, **DRAFTERS[name]())
+    clean.prefill()
+    clean.run()
+    poisoned = session_for(prompts, **DRAFTERS[name]())
+    poisoned.state = map_pools(poisoned.state, lambda x: jnp.full_like(x, jnp.nan))
+    poisoned.prefill()
+    for _ in range(40):
+        # Every slot behind the committed positions, and the scratch page, is poisoned again before each round.
+        keep = np.zeros(pools(poisoned.state)[0].k.shape[:2], bool)
+        table, length = jax.device_get((poisoned.state.cache.page_table, poisoned.state.cache.length))
+        for row, n in zip(table, length, strict=True):
+            extra = 1 if name == "standalone" else 0  # its cache covers the bonus token too
+            slots = np.arange(n + extra)
+            keep[row[slots // keep.shape[1]], slots % keep.shape[1]] = True
+        poisoned.state = map_pools(
+            poisoned.state, lambda x, keep=keep: jnp.where(jnp.asarray(keep)[..., None, None], x, jnp.nan)
+        )
+        poisoned.run(1)
+    assert bool(poisoned.state.done.all())
+    assert outputs(poisoned) == outputs(clean)
+    np.testing.assert_array_equal(poisoned.state.tokens, clean.state.tokens)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_rounds_write_only_pages_that_their_sequence_owns(name):
+    session = session_for(tiny.prompts(3), page_size=4, **DRAFTERS[name]())
+    granted = np.unique(np.asarray(session.state.cache.page_table))
+    foreign = np.setdiff1d(np.arange(pools(session.state)[0].k.shape[0]), granted)
+    assert foreign.size
+    mark = jnp.asarray(np.isin(np.arange(pools(session.state)[0].k.shape[0]), foreign))[:, None, None, None]
+    session.state = map_pools(session.state, lambda x: jnp.where(mark, 7.0, x))
+    allocator = session.allocator
+    session.prefill()
+    while not bool(session.state.done.all()):
+        session.run(1)
+        for layer in pools(session.state):
+            for pool in layer:
+                assert (np.asarray(pool)[foreign] == 7.0).all()
+        owned = (np.asarray(session.state.cache.page_table) > 0).sum(1) * 4
+        assert (np.asarray(session.state.cache.length) + session.program.drafter.slack <= owned).all()
+        assert allocator.free + allocator.owned + allocator.shared == allocator.total
+    session.release()
+    assert allocator.free == allocator.total
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "share", "release"]), st.integers(0, 6)), max_size=40))
+def test_pages_are_never_lost(steps):
+    allocator, held = PageAllocator(17), []
+    for action, size in steps:
+        if action == "allocate" and size <= allocator.free:
+            held.append(allocator.allocate(size))
+        elif action == "share" and held:
+            pages = held[size % len(held)]
+            allocator.share(pages)
+            held.append(pages)
+        elif action == "release" and held:
+            allocator.release(held.pop(size % len(held)))
+        assert allocator.free + allocator.owned + allocator.shared == allocator.total
+        distinct = {p for pages in held for p in pages}
+        assert allocator.owned + allocator.shared == len(distinct)
+        assert 0 not in distinct
+    for pages in held:
+        allocator.release(pages)
+    assert allocator.free == allocator.total
+    with pytest.raises(ValueError, match="not granted"):
+        allocator.release([1])
+
+
+def test_every_stop_position_and_length_limit_inside_an_accepted_run():
+    """Stops at each place of a run of 4, limits on each side of it: tokens, reason and cache agree with plain decoding."""
+    prompt = tiny.prompts(1)[0]
+    full = jaxspec.generate(tiny.target(), prompt, algorithm="none", max_new_tokens=14).tokens
+    for limit in range(1, 11):
+        session = session_for([prompt] * len(full), draft=tiny.target(), max_new_tokens=limit)
+        stops = jnp.asarray(full, jnp.int32)[:, None]
+        session.state = dataclasses.replace(session.state, sampling=dataclasses.replace(session.state.sampling, stop_ids=stops))
+        session.prefill()
+        session.run()
+        for stop, answer, length in zip(full, generation.read_answers(session, ()), session.state.cache.length, strict=True):
+            end = full.index(stop) + 1
+            expected = full[: min(end, limit)]
+            assert answer.tokens == expected
+            assert answer.finish_reason == ("stop" if end <= limit else "length")
+            assert int(length) == len(prompt) + len(expected) - 1
+            assert answer.round_of[-1] == -(-(len(expected) - 1) // 4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 6), st.integers(0, 8),
+    st.lists(st.integers(0, 5), max_size=3), st.booleans(),
+)  # fmt: skip
+def test_cut_agrees_with_reading_token_by_token(tokens, count, remaining, stops, ignore):
+    count = min(count, len(tokens))
+    sampling = sampling_state([SamplingParams()], 6, [stops], [ignore])
+    kept, done, stopped = cut(jnp.array([tokens]), jnp.array([count]), jnp.array([remaining]), sampling)
+    expected, reason = 0, None
+    for token in tokens[:count]:
+        if expected == remaining:
+            break
+        expected += 1
+        if token in stops and not ignore:
+            reason = "stop"
+            break
+    assert int(kept[0]) == expected
+    assert bool(stopped[0]) == (reason == "stop")
+    assert bool(done[0]) == (reason == "stop" or expected >= remaining)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_caches_are_updated_in_place(name):
+    """The loop's output aliases both caches, and its temporaries are smaller than one layer's pool."""
+    session = session_for(tiny.prompts(2), max_new_tokens=200, page_size=64, **DRAFTERS[name]())
+    wide = map_pools(session.state, lambda x: jnp.zeros((4096, *x.shape[1:]), x.dtype))
+    program = run_rounds.lower(tiny.target().tree, session.draft_tree, wide, jnp.int32(9), program=session.program).compile()
+    memory = program.memory_analysis()
+    sizes = [pool.size * pool.dtype.itemsize for layer in pools(wide) for pool in layer]
+    assert memory.alias_size_in_bytes >= sum(sizes)
+    assert memory.temp_size_in_bytes < min(sizes)
+
+
+def test_one_program_for_each_shape(monkeypatch):
+    counted = jax.jit(chex.assert_max_traces(run_rounds.__wrapped__, n=1), static_argnames="program", donate_argnames="state")
+    chex.clear_trace_counter()
+    monkeypatch.setattr(generation, "run_rounds", counted)
+    options = {"draft": tiny.small_draft(seed=3), **TREE, "max_new_tokens": 12}
+    for seed in range(3):
+        jaxspec.generate(tiny.target(), tiny.prompts(2, seed=seed), **options)
+    with pytest.raises(AssertionError, match="traced"):
+        jaxspec.generate(tiny.target(), tiny.prompts(3), **options)
