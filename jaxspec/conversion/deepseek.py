@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,6 +86,53 @@ def _softmax_mscale(raw: dict) -> float:
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     all_dim = rope.get("mscale_all_dim") or 0
     return yarn_mscale(float(need(rope, "factor")), float(all_dim)) if all_dim else 1.0
+
+
+def config_keys(config: ModelConfig) -> dict:
+    """The way back: keys of ``config.json`` beside those that all families share."""
+    mla, moe, dense = config.mla, config.moe, len(config.moe.dense_layers)
+    if moe.dense_layers != tuple(range(dense)):
+        raise ConversionError(f"dense layers {moe.dense_layers}: DeepSeek's format has the first ones only")
+    sigmoid = moe.scoring == "sigmoid"
+    keys = {
+        "head_dim": mla.rope_head_dim,  # what transformers 5 means by it for this family
+        "attention_bias": False,
+        "q_lora_rank": mla.query_rank,
+        "kv_lora_rank": mla.kv_rank,
+        "qk_nope_head_dim": mla.nope_head_dim,
+        "qk_rope_head_dim": mla.rope_head_dim,
+        "v_head_dim": mla.value_head_dim,
+        "rope_interleave": config.rope.interleaved,
+        "n_routed_experts": moe.num_experts,
+        "n_shared_experts": moe.shared_ffn_size // moe.ffn_size,
+        "num_experts_per_tok": moe.num_experts_per_token,
+        "moe_intermediate_size": moe.ffn_size,
+        "first_k_dense_replace": dense,
+        "moe_layer_freq": 1,
+        "n_group": moe.num_groups,
+        "topk_group": moe.num_groups_per_token,
+        "norm_topk_prob": moe.normalize_weights,
+        "routed_scaling_factor": moe.routed_scale,
+        "scoring_func": moe.scoring,
+        "topk_method": "noaux_tc" if sigmoid else "group_limited_greedy" if moe.num_groups > 1 else "greedy",
+    }
+    if config.rope.kind != "yarn":
+        return keys
+    rope, softmax = config.rope, (config.attention_scale * config.key_head_dim**0.5) ** 0.5
+    scaling = {
+        "type": "yarn",
+        "factor": rope.factor,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        "original_max_position_embeddings": rope.original_max_positions,
+    }
+    if math.isclose(softmax, 1):
+        scaling["attention_factor"] = rope.attention_factor
+    else:
+        unit = 0.1 * math.log(rope.factor)
+        scaling["mscale"] = round((rope.attention_factor * softmax - 1) / unit, 6)
+        scaling["mscale_all_dim"] = round((softmax - 1) / unit, 6)
+    return keys | {"rope_scaling": scaling}
 
 
 def latent_attention_rules(config: ModelConfig, target: str, source: str) -> list[Rule]:

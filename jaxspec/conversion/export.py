@@ -16,11 +16,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxspec.config import ModelConfig, RopeConfig
-from jaxspec.conversion import hf
+from jaxspec.conversion import deepseek, hf, mtp
 from jaxspec.conversion.errors import ConversionError
 from jaxspec.conversion.mapping import FLOAT32_LEAVES, Rule, cast, expected_shapes, flatten, is_float, unbuild
 from jaxspec.conversion.readers import SAFETENSORS_DTYPES, TensorSource
 from jaxspec.conversion.tokenizer import TokenizerFiles
+from jaxspec.drafters.mtp_config import MtpConfig
 
 SHARD_BYTES = 5 * 10**9
 CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
@@ -164,6 +165,9 @@ CONFIGS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
     "phi3": phi3,
+    "mimo": qwen2,
+    "deepseek_v2": deepseek.config_keys,
+    "deepseek_v3": deepseek.config_keys,
     "gemma2": gemma,
     "gemma3": gemma3,
 }
@@ -180,12 +184,34 @@ def model_export(config: ModelConfig) -> Export:
 EXPORTERS: dict[type, Callable[[Any], Export]] = {ModelConfig: model_export}
 """Class of configuration → its published format."""
 
+Companion = Callable[[Any, ModelConfig, list[Rule], str], tuple[list[Rule], dict[str, Any]]]
+COMPANIONS: dict[type, Companion] = {MtpConfig: mtp.export_with_target}
+"""Class of a draft that is published in its target's files → (draft, target, the target's rules, path in front of the draft's
+parameters) → all rules and further keys of ``config.json``."""
+
+
+def export_of(config: Any, drafts: Mapping[str, Any] | None = None) -> Export:
+    """The published format of a configuration and of the drafts in the same files (name → configuration).
+
+    Raises ConversionError when one of them has none here.
+    """
+    if type(config) not in EXPORTERS:
+        raise ConversionError(f"a {type(config).__name__} cannot be exported to a published format")
+    export = EXPORTERS[type(config)](config)
+    for name, draft in (drafts or {}).items():
+        if type(draft) not in COMPANIONS:
+            raise ConversionError(f"the draft head {name!r} has no export inside its target's files: export it on its own")
+        rules, keys = COMPANIONS[type(draft)](draft, config, list(export.rules), f"drafts/{name}/")
+        export = Export(tuple(rules), export.config | keys)
+    return export
+
 
 def write_hf(
     main: Part,
     tensors: TensorSource,
     folder: Path,
     *,
+    export: Export | None = None,
     build: Callable[[Part], Iterator[tuple[str, np.ndarray]]],
     dtype: np.dtype | None = None,
     tokenizer: TokenizerFiles | None = None,
@@ -197,6 +223,7 @@ def write_hf(
       main: what to export.
       tensors: where its rules read from; tells the types before anything is read.
       folder: an existing folder.
+      export: the published format; None for that of `main` alone.
       build: streams the parameters of a part, converted to `dtype`.
       dtype: of the floating tensors; None keeps them.
       tokenizer: files to write along.
@@ -205,9 +232,7 @@ def write_hf(
     Raises:
       ConversionError: this kind of configuration, or this family, has no published format here.
     """
-    if type(main.config) not in EXPORTERS:
-        raise ConversionError(f"a {type(main.config).__name__} cannot be exported to a published format")
-    export = EXPORTERS[type(main.config)](main.config)
+    export = export_of(main.config) if export is None else export
     if tokenizer is not None:
         tokenizer.write(folder)
     types = parameter_types(main, tensors, dtype)

@@ -185,6 +185,36 @@ def ignored_copies(config: MtpConfig, target: ModelConfig, prefix: str, head: st
     return ignored
 
 
+def export_with_target(
+    config: MtpConfig, target: ModelConfig, rules: list[Rule], lead: str
+) -> tuple[list[Rule], dict[str, int]]:
+    """The way back: rules of the target and of its MTP layers, as they are published in one folder.
+
+    Args:
+      config: the MTP layers.
+      target: the model that they came with.
+      rules: the target's rules; for DeepSeek, its embedding and head also fill the copies that other loaders expect.
+      lead: path in front of the MTP layers' parameters.
+    """
+    copies: dict[str, list[str]] = {}
+    if config.family == "deepseek":
+        own = [_deepseek_prefix("model.", target.num_layers, i) for i in range(config.num_layers)]
+        copies["embedder/embedding"] = [f"{p}.embed_tokens.weight" for p in own]
+        head = "embedder/embedding" if target.tie_embeddings else "head/kernel"
+        copies.setdefault(head, []).extend(f"{p}.shared_head.head.weight" for p in own)
+    found = []
+    for rule in rules:
+        names = tuple(copies.get(rule.target, ()))
+        found.append(Rule(rule.target, rule.sources + names, repeated(rule.transform, 1 + len(names))) if names else rule)
+    found += [Rule(lead + r.target, r.sources, r.transform) for r in mtp_rules(config, target.num_layers)]
+    return found, {"num_nextn_predict_layers": config.num_layers}
+
+
+def repeated(inner: Transform, count: int) -> Transform:
+    """A parameter that is stored `count` times over, each time as the one tensor of `inner`."""
+    return Transform(f"{inner.name}, {count} times", lambda t: inner.join(t[:1]), lambda p: [*inner.split(p)] * count)
+
+
 def mimo(raw: dict) -> ModelConfig:
     """MiMo-7B: Qwen2 with MTP layers."""
     return dataclasses.replace(hf_config.qwen2(raw), family="mimo", architecture="MiMoForCausalLM")

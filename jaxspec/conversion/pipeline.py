@@ -16,8 +16,8 @@ import numpy as np
 from jaxspec.config import ModelConfig
 from jaxspec.conversion import store
 from jaxspec.conversion.errors import ConversionError
-from jaxspec.conversion.export import write_hf
-from jaxspec.conversion.sources import Checkpoint, open_checkpoint
+from jaxspec.conversion.export import export_of, write_hf
+from jaxspec.conversion.sources import Checkpoint, Part, open_checkpoint
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -116,16 +116,17 @@ def write_converted(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None
 
 def export_hf(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, progress: bool) -> None:
     """Safetensors, ``config.json`` and tokenizer files for transformers."""
-    if checkpoint.drafts:
-        names = ", ".join(checkpoint.drafts)
-        raise ConversionError(f"{checkpoint.source} holds draft heads ({names}) that have no export: export the original folder")
-    main = checkpoint.main
-    with bar(len(main.rules), progress) as advance:
+    rules, shapes = checkpoint.joined()
+    whole = Part(checkpoint.config, shapes, tuple(rules))
+    export = export_of(checkpoint.config, {name: part.config for name, part in checkpoint.drafts.items()})
+    with bar(len(rules), progress) as advance:
 
         def build(part):
             return advance(checkpoint.build(part, dtype))
 
-        write_hf(main, checkpoint.tensors, folder, build=build, dtype=dtype, tokenizer=checkpoint.tokenizer)
+        write_hf(
+            whole, checkpoint.tensors, folder, export=export, build=build, dtype=dtype, tokenizer=checkpoint.tokenizer
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -66,7 +66,8 @@ class Checkpoint:
         """The main part under the empty name, then the drafts."""
         return {"": self.main, **self.drafts}
 
-    def _joined(self) -> tuple[list[Rule], dict]:
+    def joined(self) -> tuple[list[Rule], dict]:
+        """Rules and shapes of all parts, a draft's under ``drafts/<name>/``."""
         rules, shapes = [], {}
         for name, part in self.parts().items():
             lead = f"drafts/{name}/" if name else ""
@@ -76,7 +77,7 @@ class Checkpoint:
 
     def check(self) -> None:
         """Each tensor used once, each parameter filled once, each shape right (`jaxspec.conversion.mapping.check`)."""
-        rules, shapes = self._joined()
+        rules, shapes = self.joined()
         try:
             check(rules, shapes, self.tensors, self.ignored)
         except ConversionError as error:
@@ -84,7 +85,7 @@ class Checkpoint:
 
     def table(self, dtype=None) -> str:
         """The mapping table as text."""
-        rules, shapes = self._joined()
+        rules, shapes = self.joined()
         return table(rules, shapes, self.tensors, self.ignored, dtype)
 
     def build(self, part: Part, dtype=None) -> Iterator[tuple[str, np.ndarray]]:
