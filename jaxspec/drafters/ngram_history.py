@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxspec.config import ConfigError
 from jaxspec.drafters.ngram_config import NgramConfig
@@ -34,6 +34,8 @@ class NgramHistory:
       >>> history.match([9, 2, 3], num_draft_tokens=4).tokens
       [3, 4]
     """
+
+    algorithm: ClassVar[str] = "NGRAM"
 
     def __init__(self, config: NgramConfig | None = None, tokenizer: Any = None):
         """An empty history, but for the corpus that `config.external_corpus_path` names, which needs the tokenizer."""

@@ -5,9 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+import jaxspec
 from jaxspec.config import ConfigError, SpecConfig
 from jaxspec.drafters import ngram
+from jaxspec.drafters.ngram_config import NgramConfig
 from jaxspec.drafters.ngram_history import NgramHistory
+from tests import tiny
 
 
 def test_a_corpus_in_the_parameters_is_loaded_once(tmp_path):
@@ -35,3 +38,18 @@ def test_parameters_of_other_algorithms_are_refused():
         ngram.resolve(SpecConfig(num_steps=3, topk=1, num_draft_tokens=4), None)
     with pytest.raises(ConfigError, match="external_sam_budget=12"):
         ngram.resolve(SpecConfig(ngram_external_sam_budget=12), None)
+
+
+@pytest.mark.parametrize("match_type", ["BFS", "PROB"])
+def test_output_with_history_and_corpus_equals_plain_decoding(match_type):
+    prompts = tiny.prompts(3)
+    options = {"max_new_tokens": 24, "ignore_eos": True}
+    plain = jaxspec.generate(tiny.target(), prompts, algorithm="none", **options)
+    history = NgramHistory(NgramConfig(match_type=match_type, external_sam_budget=2, device_nodes=2048))
+    history.add_corpus(["corpus"], lambda _: plain[0].tokens)
+    before = jaxspec.generate(tiny.target(), prompts, draft=history, **options)
+    after = jaxspec.generate(tiny.target(), prompts, draft=history, **options)
+    for a, b, c in zip(plain, before, after, strict=True):
+        assert a.tokens == b.tokens == c.tokens
+    assert all(b.stats.rounds >= c.stats.rounds for b, c in zip(before, after, strict=True))
+    assert after[0].stats.rounds < len(plain[0].tokens) // 2
