@@ -18,6 +18,7 @@ from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.conversion import store
 from jaxspec.conversion.errors import ConversionError, MissingFileError
 from jaxspec.conversion.mapping import unflatten
+from jaxspec.conversion.pipeline import convert, parse_dtype
 from jaxspec.conversion.sources import Checkpoint, Part, open_checkpoint, shapes_of
 from jaxspec.conversion.tokenizer import Tokenizer, TokenizerFiles
 
@@ -155,7 +156,7 @@ def load(
         the hub cannot be reached.
     """
     path = resolve(source, revision=revision, cache_dir=cache_dir)
-    dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
+    dtype = parse_dtype(default_dtype() if dtype is None else dtype)
     if path.is_dir() and store.is_converted(path):
         config, tree, drafts = _load_converted(path, dtype)
         tokenizer = TokenizerFiles.of_folder(path).load()
@@ -198,7 +199,7 @@ def load_draft(
     if path.is_dir() and store.is_converted(path):
         config, _ = store.read_config(path)
         if not isinstance(config, ModelConfig):
-            dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
+            dtype = parse_dtype(default_dtype() if dtype is None else dtype)
             config, tree, _ = _load_converted(path, dtype)
             return DraftParams(tree, config, str(source))
         return load(path, dtype=dtype)
@@ -206,7 +207,7 @@ def load_draft(
     if isinstance(checkpoint.config, ModelConfig):
         return load(path, dtype=dtype)
     checkpoint.check()
-    dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
+    dtype = parse_dtype(default_dtype() if dtype is None else dtype)
     return DraftParams(build_tree(checkpoint, checkpoint.main, dtype), checkpoint.config, str(source))
 
 
@@ -307,8 +308,6 @@ def demo_file(name: str) -> Path:
 
 def demo_folder(name: str, cache_dir: str | Path | None = None) -> Path:
     """The converted demo model, converted now if the cache does not hold it for this very file and format version."""
-    from jaxspec.conversion.pipeline import convert
-
     file = demo_file(name)
     stat = file.stat()
     key = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns} {store.FORMAT_VERSION}".encode()).hexdigest()[:12]

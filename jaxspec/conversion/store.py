@@ -28,7 +28,7 @@ from jaxspec.drafters.eagle_config import EagleConfig
 from jaxspec.drafters.mtp_config import MtpConfig
 
 FORMAT_VERSION = 1
-SHARD_BYTES = 1 << 28
+SHARD_BYTES = 1 << 27
 
 CONFIG_TYPES: dict[str, type] = {"model": ModelConfig, "mtp": MtpConfig, "eagle": EagleConfig}
 """``kind`` of a converted folder → its configuration class, which has ``to_json`` and ``from_json``."""
