@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxspec.conversion.readers import SafetensorsReader
 from jaxspec.conversion.export import write_safetensors
+from jaxspec.conversion.readers import SafetensorsReader
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 STORAGE_NAMES = {"float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage", "int64": "LongStorage"}
