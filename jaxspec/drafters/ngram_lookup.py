@@ -214,16 +214,16 @@ def grow_anchors(trie: TrieArrays, anchors: Int[Array, "B D"], config: NgramConf
 
 def chain_candidates(paths: Int[Array, "B R M"], valid: Bool[Array, "B R M"]) -> Candidates:
     """Candidates for R chains, one after another. A chain ends at its first invalid token."""
-    batch, _, count = paths.shape
     valid = jnp.cumprod(valid, axis=-1).astype(bool)
-    hashes = [jnp.zeros((*paths.shape[:2], 2), jnp.uint32)]
-    for i in range(count):
-        hashes.append(jnp.stack([extend(hashes[-1][..., word], paths[..., i], word) for word in range(2)], -1))
-    hashes = jnp.stack(hashes, 2)
-    flat = (batch, -1)
-    return Candidates(
-        paths.reshape(flat), hashes[:, :, 1:].reshape(*flat, 2), hashes[:, :, :-1].reshape(*flat, 2), valid.reshape(flat)
-    )
+
+    def step(above, token):
+        path = jnp.stack([extend(above[..., word], token, word) for word in range(2)], -1)
+        return path, (above, path)
+
+    root = jnp.zeros((*paths.shape[:2], 2), jnp.uint32)
+    above, path = (jnp.moveaxis(x, 0, 2) for x in jax.lax.scan(step, root, jnp.moveaxis(paths, -1, 0))[1])
+    flat = (paths.shape[0], -1)
+    return Candidates(paths.reshape(flat), path.reshape(*flat, 2), above.reshape(*flat, 2), valid.reshape(flat))
 
 
 def corpus_candidates(
