@@ -144,5 +144,8 @@ def test_flatten_and_unflatten():
 
 
 def test_prefixes_of_wrapped_models():
-    for prefix, head in (("model.language_model.", "lm_head.weight"), ("language_model.model.", "language_model.lm_head.weight")):
+    for prefix, head in (
+        ("model.language_model.", "lm_head.weight"),
+        ("language_model.model.", "language_model.lm_head.weight"),
+    ):
         assert hf.find_prefix(SimpleNamespace(info={f"{prefix}embed_tokens.weight": None, "x": None})) == (prefix, head)
