@@ -1,0 +1,194 @@
+"""The MTP drafter: several layers in a chain, what it remembers, what it refuses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import ModelParams, SpecConfig, generate
+from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.drafters import mtp, mtp_model
+from jaxspec.drafters.base import RoundContext
+from jaxspec.drafters.mtp import MtpDrafter
+from jaxspec.drafters.mtp_config import MtpConfig, mtp_config
+from jaxspec.kvcache import PagedKVCache
+from jaxspec.loading import DraftParams
+from jaxspec.models import decoder
+from jaxspec.models.attend import causal_attend
+from jaxspec.sampling import SamplingParams, row_keys, sampling_state
+from tests.drafters.mtp_cases import dense_target, target
+
+PAGE_SIZE, PAGES = 4, 9
+
+
+def drafter_of(params: ModelParams, **changes) -> tuple[MtpDrafter, dict]:
+    spec = mtp.resolve(SpecConfig(**changes), params.config)
+    return mtp.build(params, None, spec)
+
+
+def context(params: ModelParams, tokens, length: int) -> RoundContext:
+    pages = np.random.default_rng(0).permutation(np.arange(1, 2 * PAGES - 1)).reshape(2, -1)
+    tokens = jnp.asarray(tokens)
+    return RoundContext(
+        params=params.tree,
+        cache=PagedKVCache((), jnp.asarray(pages, jnp.int32), jnp.full(2, length, jnp.int32)),
+        tokens=tokens,
+        bonus=tokens[:, length],
+        keys=row_keys([0, 1]),
+        sampling=sampling_state([SamplingParams()] * 2, params.config.vocab_size, [[]] * 2, [True] * 2),
+        config=params.config,
+    )
+
+
+def features_of(params: ModelParams, tokens) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    x = decoder.embed(params.tree, params.config, tokens)
+    none = [None] * params.config.num_layers
+    return decoder.decode(params.tree, params.config, x, positions, causal_attend(positions), none).hidden
+
+
+def feed_in_pieces(drafter, tree, params, tokens, features, pieces):
+    """Prefill of the first piece, then one update for each of the others; every one padded with rubbish."""
+    state = drafter.init(tree, 2, 2 * PAGES - 1, PAGE_SIZE, tokens.shape[1], jnp.float32)
+    at = 0
+    for i, count in enumerate(pieces):
+        rows = slice(at, at + count)
+        ctx, n = context(params, tokens, at), jnp.full(2, count)
+        ahead = jnp.pad(tokens[:, at + 1 : at + count + 1], ((0, 0), (0, 2)), constant_values=5)
+        fed = jnp.pad(features[:, rows], ((0, 0), (0, 2), (0, 0)), constant_values=7.0)
+        if i == 0:
+            chunk = jnp.pad(tokens[:, rows], ((0, 0), (0, 2)), constant_values=5)
+            state = drafter.prefill(tree, state, ctx, chunk, tokens[:, at + count][:, None], fed, n)
+        else:
+            state = drafter.update(tree, state, ctx, ahead, fed, n)
+        at += count
+    return state
+
+
+def dense_drafts(drafter, tree, params, tokens, features) -> np.ndarray:
+    """The chain of several layers without any cache: layer s over all pairs (state of layer s - 1, token at p + 1 + s)."""
+    length = tokens.shape[1] - 1
+    positions = jnp.broadcast_to(jnp.arange(length), (2, length))
+    ids, hidden, drafts = tokens[:, 1:], features[:, :length], []
+    for layer in range(drafter.num_steps):
+        embedding = mtp_model.embed(tree, drafter.draft, params.tree, params.config, ids, positions)
+        out = mtp_model.step(tree, drafter.draft, layer, embedding, hidden, positions, causal_attend(positions), None)
+        logits = mtp_model.logits(tree, drafter.draft, layer, params.tree, params.config, out.normed[:, -1])
+        drafts.append(jnp.argmax(logits, -1))
+        ids = jnp.concatenate([ids[:, 1:], drafts[-1][:, None]], 1)
+        hidden = out.normed if drafter.draft.chain_states else features[:, :length]
+    return np.stack(drafts, 1)
+
+
+@pytest.mark.parametrize("name", ["three layers", "three layers, no chain"])
+def test_a_layer_per_step_drafts_what_the_dense_layers_say(name):
+    params = target(name)
+    drafter, tree = drafter_of(params)
+    assert drafter.layer_per_step
+    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 24, (2, 14)), jnp.int32)
+    features = features_of(params, tokens)
+    for pieces in ([13], [1, 1, 11], [5, 1, 1, 4, 2]):
+        state = feed_in_pieces(drafter, tree, params, tokens, features, pieces)
+        got = drafter.propose(tree, state, context(params, tokens, 13)).tree
+        np.testing.assert_array_equal(got.tokens[:, 1:], dense_drafts(drafter, tree, params, tokens, features), str(pieces))
+        np.testing.assert_array_equal(got.tokens[:, 0], tokens[:, 13])
+
+
+@pytest.mark.parametrize("name", ["three layers", "raw"])
+def test_a_row_without_new_tokens_keeps_its_state(name):
+    params = target(name)
+    drafter, tree = drafter_of(params)
+    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 24, (2, 14)), jnp.int32)
+    features = features_of(params, tokens)
+    before = feed_in_pieces(drafter, tree, params, tokens, features, [9])
+    after = drafter.update(
+        tree, before, context(params, tokens, 9), tokens[:, 10:13], features[:, 9:12], jnp.array([0, 2])
+    )  # fmt: skip
+    pages = np.asarray(context(params, tokens, 9).cache.page_table)
+    changed = False
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        if new.ndim == 4:
+            np.testing.assert_array_equal(old[pages[0]], new[pages[0]])
+        else:
+            np.testing.assert_array_equal(old[0], new[0])
+            changed |= bool(np.any(old[1] != new[1]))
+    assert changed
+
+
+def test_positions_before_a_shared_prefix_are_not_written():
+    params = target("three layers")
+    drafter, tree = drafter_of(params)
+    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 24, (2, 14)), jnp.int32)
+    features = features_of(params, tokens)
+    fresh = drafter.init(tree, 2, 2 * PAGES - 1, PAGE_SIZE, 14, jnp.float32)
+    ctx = context(params, tokens, 8)
+    state = drafter.prefill(tree, fresh, ctx, tokens[:, 8:11], tokens[:, 11:12], features[:, 8:11], jnp.full(2, 3))
+    prefix, behind = np.asarray(ctx.cache.page_table)[:, :2], np.asarray(ctx.cache.page_table)[:, 2]
+    for layer in state.layers:
+        assert not np.any(layer.k[prefix])
+        assert np.all(np.any(layer.k[behind][:, :3] != 0, (2, 3)))
+    assert state.remembered.tolist() == [2, 2]
+
+
+def test_auto_finds_the_targets_own_layers_with_their_default_tree():
+    answer = generate(target("mtp_mimo"), [1, 2, 3], max_new_tokens=4, ignore_eos=True)
+    assert (answer.stats.algorithm, answer.stats.num_steps, answer.stats.topk) == ("NEXTN", 3, 1)
+    assert answer.stats.num_draft_tokens == 4
+
+
+@pytest.mark.parametrize(
+    "name, given, tree, layer_per_step",
+    [
+        ("raw", {}, (3, 1, 4), False),
+        ("three layers", {}, (3, 1, 4), True),
+        ("three layers", {"num_steps": 2, "topk": 1}, (2, 1, 3), True),
+        ("three layers", {"num_steps": 4, "topk": 1}, (4, 1, 5), False),
+        ("three layers", {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}, (2, 2, 5), False),
+        ("three layers", {"use_rejection_sampling": True}, (3, 1, 4), False),
+    ],
+)
+def test_which_layers_serve_which_step(name, given, tree, layer_per_step):
+    drafter, _ = drafter_of(target(name), **given)
+    assert (drafter.num_steps, drafter.topk, drafter.num_draft_tokens) == tree
+    assert drafter.layer_per_step == layer_per_step
+    assert drafter.max_accept == tree[0] + 1
+
+
+def test_a_checkpoint_with_two_layers_drafts_two_steps():
+    assert mtp.resolve(SpecConfig(), dataclasses.replace(dense_target().config, num_mtp_layers=2)).num_steps == 2
+
+
+def test_the_pre_norm_tap_reaches_the_drafter():
+    drafter, _ = drafter_of(target("raw"))
+    assert drafter.taps == (dense_target().config.num_layers,)
+
+
+def test_what_does_not_fit_is_refused():
+    params = target("three layers")
+    with pytest.raises(ConfigError, match="MTP layers in its checkpoint .mimo has none"):
+        mtp.build(dense_target(), None, SpecConfig(3, 1, 4))
+    with pytest.raises(ConfigError, match="hidden_size is 32, the target's 16"):
+        mtp.build(params, target("mtp_mimo").drafts["mtp"], SpecConfig(3, 1, 4))
+    with pytest.raises(ConfigError, match="needs MTP layers; the given draft"):
+        mtp.build(params, DraftParams({}, params.config), SpecConfig(3, 1, 4))
+    with pytest.raises(ConfigError, match="topk=2 must be 1"):
+        mtp.resolve(SpecConfig(2, 2, 4, use_rejection_sampling=True), params.config)
+    with pytest.raises(ConfigError, match="unknown MTP family 'x'; known: deepseek"):
+        MtpConfig(params.config, "x")
+
+
+def test_configurations_survive_json():
+    for name in ("raw", "gated", "mtp_deepseek_v3"):
+        config = target(name).drafts["mtp"].config
+        assert MtpConfig.from_json(config.to_json()) == config
+        assert ModelConfig.from_json(target(name).config.to_json()) == target(name).config
+    with pytest.raises(ConfigError, match="unknown keys in an MTP config: .'tap'"):
+        MtpConfig.from_json(config.to_json() | {"tap": 1})
+
+
+def test_families_differ_where_their_authors_do():
+    mimo, deepseek = (mtp_config(dense_target().config, family, 1) for family in ("mimo", "deepseek"))
+    assert mimo.hidden_first and mimo.zero_first_embedding
+    assert not deepseek.hidden_first and not deepseek.zero_first_embedding

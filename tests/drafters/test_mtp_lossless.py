@@ -1,0 +1,84 @@
+"""Answers with MTP layers equal plain decoding's: token by token when greedy, in distribution when sampled."""
+
+import itertools
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import SpecConfig, forward, generate
+from jaxspec.drafters.mtp_config import mtp_config
+from tests.drafters.mtp_cases import TARGETS, dense_target, prompts, target, with_mtp
+from tests.parity.checks.statistics import p_value
+
+TOKENS = 64
+TREES = {"chain": (3, 1, 4), "tree": (3, 3, 7)}
+
+
+@cache
+def plain(name: str) -> list[list[int]]:
+    params = target(name)
+    answers = generate(params, prompts(params.config.vocab_size), algorithm="none", max_new_tokens=TOKENS, ignore_eos=True)
+    return [answer.tokens for answer in answers]
+
+
+def check(name: str, tree: str, page_size: int, batch: int, chunk: int | None) -> None:
+    params = target(name)
+    steps, topk, nodes = TREES[tree]
+    answers = generate(
+        params, prompts(params.config.vocab_size)[:batch], num_steps=steps, topk=topk, num_draft_tokens=nodes,
+        max_new_tokens=TOKENS, ignore_eos=True, page_size=page_size, prefill_chunk=chunk,
+    )  # fmt: skip
+    for answer, expected in zip(answers, plain(name), strict=False):
+        assert answer.tokens == expected
+        assert answer.stats.algorithm == "NEXTN"
+
+
+# Every pair of values of tree, page size, batch and chunk occurs, and every target.
+PAIRS = [
+    ("mtp_mimo", "tree", 1, 4, 4),
+    ("mtp_deepseek_v3", "chain", 16, 4, 4),
+    ("gated", "tree", 16, 1, None),
+    ("raw", "chain", 1, 1, 4),
+    ("three layers", "chain", 1, 4, 4),
+    ("three layers", "tree", 16, 4, 4),
+    ("three layers, no chain", "chain", 16, 4, None),
+]
+
+
+@pytest.mark.parametrize("name, tree, page_size, batch, chunk", PAIRS)
+def test_greedy_answers_equal_plain_decoding(name, tree, page_size, batch, chunk):
+    check(name, tree, page_size, batch, chunk)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_greedy_answers_equal_plain_decoding_in_every_combination(name):
+    for tree, page_size, batch, chunk in itertools.product(TREES, (1, 16), (1, 4), (4, None)):
+        check(name, tree, page_size, batch, chunk)
+
+
+@cache
+def tiny_vocabulary():
+    small = dense_target(vocab=6)
+    return with_mtp(small, mtp_config(small.config, "mimo", 1))
+
+
+@pytest.mark.parametrize("tree", ["tree", "rejection"])
+def test_sampled_answers_have_the_targets_distribution(tree):
+    params, prompt, rows, length = tiny_vocabulary(), [1, 4, 2], 2000, 3
+    outcomes = list(itertools.product(range(6), repeat=length))
+    probs = np.ones(len(outcomes))
+    for given in range(length):
+        prefixes = jnp.asarray([[*prompt, *o[:given]] for o in outcomes], jnp.int32)
+        after = jax.nn.softmax(forward(params, prefixes).logits[:, -1] / 2.0, axis=-1)
+        probs *= np.asarray(after)[np.arange(len(outcomes)), [o[given] for o in outcomes]]
+    spec = SpecConfig(2, 2, 5) if tree == "tree" else SpecConfig(2, 1, 3, use_rejection_sampling=True)
+    answers = generate(
+        params, [prompt] * rows, spec=spec, temperature=2.0, seed=list(range(rows)), max_new_tokens=length, ignore_eos=True,
+        page_size=4,
+    )  # fmt: skip
+    assert sum(sum(answer.from_draft) for answer in answers) > rows / 20
+    assert p_value([tuple(answer.tokens) for answer in answers], outcomes, probs.tolist()) > 1e-3
