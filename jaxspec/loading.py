@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import os
@@ -177,8 +178,10 @@ def load(
 
 def load_draft(
     source: str | Path,
-    target: ModelConfig | None = None,
+    target: ModelConfig | ModelParams | None = None,
     *,
+    algorithm: str | None = None,
+    norm_output: bool | None = None,
     dtype: Any = None,
     revision: str | None = None,
     cache_dir: str | Path | None = None,
@@ -187,14 +190,32 @@ def load_draft(
 
     Args:
       source: as for `load`.
-      target: the configuration of the model that it drafts for, which some formats need.
+      target: the model that it drafts for, or its configuration, which some formats need.
+      algorithm: what the draft must be for; None for whatever it is.
+      norm_output: EAGLE-3 heads: feed the normed state back, against what the file says (SpecForge changed the meaning
+        of its key); None for what the file says.
       dtype: as for `load`.
       revision: as for `load`.
       cache_dir: as for `load`.
 
     Raises:
       ConversionError: as for `load`.
+      ConfigError: the draft is for another algorithm.
     """
+    draft = _load_draft(source, getattr(target, "config", target), dtype, revision, cache_dir)
+    found = "STANDALONE" if isinstance(draft, ModelParams) else draft.config.algorithm
+    if algorithm is not None and str(algorithm).upper() != found:
+        raise ConfigError(f"{source} was asked for as algorithm={algorithm!r}, but it is a draft for {found}")
+    if norm_output is not None:
+        if not hasattr(draft.config, "norm_output"):
+            raise ConfigError(f"norm_output={norm_output} is for EAGLE-3 heads, {source} is a draft for {found}")
+        draft = DraftParams(draft.tree, dataclasses.replace(draft.config, norm_output=norm_output), draft.source)
+    return draft
+
+
+def _load_draft(
+    source: str | Path, target: ModelConfig | None, dtype: Any, revision: str | None, cache_dir: str | Path | None
+) -> DraftParams | ModelParams:
     path = resolve(source, revision=revision, cache_dir=cache_dir)
     if path.is_dir() and store.is_converted(path):
         config, _ = store.read_config(path)

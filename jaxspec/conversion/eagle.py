@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -192,8 +193,15 @@ def read_variant(raw: dict, tensors: TensorSource, target: ModelConfig | None) -
         norm_before_residual=bool(get(options, "norm_before_residual", False)),
         norm_output=bool(get(options, "norm_output", False)),
         mask_token_id=read_mask_token(raw, options) if "mask_hidden" in info else None,
-        layout=layout,
+        layout="peagle" if "mask_hidden" in info and layout == "sglang" else layout,
     )
+    if config.norm_output and layout == "sglang" and not fc_norm:
+        warnings.warn(
+            "config.json says norm_output=true. SpecForge up to 0.2.0 wrote that for plain EAGLE-3 heads, whose state is fed back "
+            "without the norm; it is read in its later meaning (EAGLE-3.1). If accepted lengths are poor, load the head with "
+            "norm_output=False",
+            stacklevel=2,
+        )
     normed = len(layers) > 1 and f"{layers[1]}.hidden_norm.weight" in info
     names = Names(layers, "hidden_norm" if normed else "input_layernorm", tap_norms if fc_norm else (), "t2d" in info)
     return config, names

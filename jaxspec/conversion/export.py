@@ -17,10 +17,12 @@ import numpy as np
 
 from jaxspec.config import ModelConfig, RopeConfig
 from jaxspec.conversion import deepseek, hf, mtp
+from jaxspec.conversion.eagle_export import export_eagle
 from jaxspec.conversion.errors import ConversionError
 from jaxspec.conversion.mapping import FLOAT32_LEAVES, Rule, cast, expected_shapes, flatten, is_float, unbuild
 from jaxspec.conversion.readers import SAFETENSORS_DTYPES, TensorSource
 from jaxspec.conversion.tokenizer import TokenizerFiles
+from jaxspec.drafters.eagle_config import EagleConfig
 from jaxspec.drafters.mtp_config import MtpConfig
 
 SHARD_BYTES = 5 * 10**9
@@ -181,7 +183,13 @@ def model_export(config: ModelConfig) -> Export:
     return Export(tuple(hf.rules_for(config)), common_keys(config) | CONFIGS[config.family](config))
 
 
-EXPORTERS: dict[type, Callable[[Any], Export]] = {ModelConfig: model_export}
+def eagle_export(config: EagleConfig) -> Export:
+    """An EAGLE head in the layout that it came in."""
+    rules, keys = export_eagle(config, common_keys(config.layers))
+    return Export(tuple(rules), keys)
+
+
+EXPORTERS: dict[type, Callable[[Any], Export]] = {ModelConfig: model_export, EagleConfig: eagle_export}
 """Class of configuration → its published format."""
 
 Companion = Callable[[Any, ModelConfig, list[Rule], str], tuple[list[Rule], dict[str, Any]]]
@@ -252,11 +260,7 @@ def write_hf(
     total, weight_map = 0, {}
     for i, rules in enumerate(shards):
         name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        entries = [
-            (source, types[rule.target], shape)
-            for rule in rules
-            for source, shape in zip(rule.sources, expected_shapes(rule, shapes[rule.target]), strict=True)
-        ]
+        entries = [entry for rule in rules for entry in stored_tensors(rule, shapes[rule.target], types[rule.target])]
         total += write_safetensors(folder / name, entries, taken(rules, stream))
         weight_map |= {source: name for source, _, _ in entries}
     if len(shards) > 1:
@@ -268,6 +272,15 @@ def write_hf(
     if isinstance(main.config, ModelConfig) and not (folder / "generation_config.json").exists():
         generation = {k: config[k] for k in ("bos_token_id", "eos_token_id") if config.get(k) is not None}
         (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def stored_tensors(rule: Rule, shape: tuple[int, ...], dtype: np.dtype) -> list[tuple[str, np.dtype, tuple[int, ...]]]:
+    """Name, type and shape of a rule's tensors; those of an integer parameter (token ids) have types of their own."""
+    if is_float(dtype):
+        dtypes = [dtype] * len(rule.sources)
+    else:
+        dtypes = [part.dtype for part in rule.transform.split(np.zeros(shape, dtype))]
+    return list(zip(rule.sources, dtypes, expected_shapes(rule, shape), strict=True))
 
 
 def parameter_types(part: Part, tensors: TensorSource, dtype: np.dtype | None) -> dict[str, np.dtype]:
