@@ -87,26 +87,22 @@ def from_parents(
       max_depth: static bound on the depth.
       draft_probs: kept as it is.
     """
-    batch, nodes = tokens.shape
+    nodes = tokens.shape[1]
     index = jnp.arange(nodes)
     is_root = (index == 0)[None]
     valid = (valid & (parent >= 0) & (parent < index)) | is_root
     parent = jnp.where(valid & ~is_root, parent, -1)
-    seen = jnp.broadcast_to(jnp.eye(nodes, dtype=bool), (batch, nodes, nodes))
-    current, depth, alive = jnp.broadcast_to(index, (batch, nodes)), jnp.zeros_like(parent), valid
-    for _ in range(max_depth):
-        alive &= jnp.take_along_axis(valid, current, 1)
-        step = alive & (current > 0)
-        up = jnp.take_along_axis(parent, current, 1)
-        current = jnp.where(step, jnp.maximum(up, 0), current)
-        depth += step
-        seen |= (current[..., None] == index) & step[..., None]
-    valid = (alive & jnp.take_along_axis(valid, current, 1) & (current == 0)) | is_root
+    own = jnp.eye(nodes, dtype=bool)
+    seen = own | (parent[..., None] == index)
+    for _ in range((nodes - 1).bit_length()):  # each squaring doubles how many generations a node sees
+        seen = jnp.matmul(seen.astype(jnp.float32), seen.astype(jnp.float32)) > 0
+    depth = seen.sum(-1, dtype=jnp.int32) - 1
+    valid = valid & seen[..., 0] & (depth <= max_depth)
     return DraftTree(
         tokens=tokens,
         parent=jnp.where(valid, parent, -1),
         depth=jnp.where(valid, depth, 0),
-        ancestors=pack_bits(jnp.where(valid[..., None], seen, jnp.eye(nodes, dtype=bool))),
+        ancestors=pack_bits(jnp.where(valid[..., None], seen, own)),
         valid=valid,
         draft_probs=draft_probs,
         max_depth=max_depth,
