@@ -48,8 +48,8 @@ def accept_target_only(
     probs: Float[Array, "B T V"],
     coins: Float[Array, "B T"],
     final_coins: Float[Array, " B"],
-    threshold_single: float = 1.0,
-    threshold_acc: float = 1.0,
+    threshold_single: float | Float[Array, ""] = 1.0,
+    threshold_acc: float | Float[Array, ""] = 1.0,
 ) -> Acceptance:
     """Sampling over a tree without draft probabilities: a node's coin runs through its children's target probabilities.
 
