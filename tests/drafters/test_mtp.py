@@ -1,15 +1,16 @@
 """The MTP drafter: several layers in a chain, what it remembers, what it refuses."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import ModelParams, SpecConfig, generate
+from jaxspec import ModelParams, SpecConfig
 from jaxspec.config import ConfigError, ModelConfig
-from jaxspec.drafters import mtp, mtp_model
+from jaxspec.drafters import mtp, mtp_model, registry
 from jaxspec.drafters.base import RoundContext
 from jaxspec.drafters.mtp import MtpDrafter
 from jaxspec.drafters.mtp_config import MtpConfig, mtp_config
@@ -42,6 +43,7 @@ def context(params: ModelParams, tokens, length: int) -> RoundContext:
     )
 
 
+@jax.jit
 def features_of(params: ModelParams, tokens) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     x = decoder.embed(params.tree, params.config, tokens)
@@ -49,25 +51,35 @@ def features_of(params: ModelParams, tokens) -> jax.Array:
     return decoder.decode(params.tree, params.config, x, positions, causal_attend(positions), none).hidden
 
 
+WIDTH = 13
+
+
+@partial(jax.jit, static_argnames=("drafter", "first"))
+def feed(drafter, tree, state, ctx, tokens, features, count, *, first: bool):
+    """`count` pairs from position ctx.cache.length on; what stands behind them in a chunk is rubbish."""
+    at, order = ctx.cache.length[0], jnp.arange(WIDTH)
+    real = (order < count)[None]
+    index = jnp.minimum(at + order, WIDTH)
+    fed = jnp.where(real[..., None], features[:, index], 7.0)
+    n = jnp.full(2, count)
+    if first:
+        return drafter.prefill(tree, state, ctx, jnp.where(real, tokens[:, index], 5), tokens[:, at + count][:, None], fed, n)
+    ahead = jnp.where(real, tokens[:, jnp.minimum(index + 1, WIDTH)], 5)
+    return drafter.update(tree, state, ctx, ahead, fed, n)
+
+
 def feed_in_pieces(drafter, tree, params, tokens, features, pieces):
-    """Prefill of the first piece, then one update for each of the others; every one padded with rubbish."""
+    """Prefill of the first piece, then one update for each of the others."""
     state = drafter.init(tree, 2, 2 * PAGES - 1, PAGE_SIZE, tokens.shape[1], jnp.float32)
     at = 0
     for i, count in enumerate(pieces):
-        rows = slice(at, at + count)
-        ctx, n = context(params, tokens, at), jnp.full(2, count)
-        ahead = jnp.pad(tokens[:, at + 1 : at + count + 1], ((0, 0), (0, 2)), constant_values=5)
-        fed = jnp.pad(features[:, rows], ((0, 0), (0, 2), (0, 0)), constant_values=7.0)
-        if i == 0:
-            chunk = jnp.pad(tokens[:, rows], ((0, 0), (0, 2)), constant_values=5)
-            state = drafter.prefill(tree, state, ctx, chunk, tokens[:, at + count][:, None], fed, n)
-        else:
-            state = drafter.update(tree, state, ctx, ahead, fed, n)
+        state = feed(drafter, tree, state, context(params, tokens, at), tokens, features, jnp.int32(count), first=i == 0)
         at += count
     return state
 
 
-def dense_drafts(drafter, tree, params, tokens, features) -> np.ndarray:
+@partial(jax.jit, static_argnames="drafter")
+def dense_drafts(drafter, tree, params, tokens, features) -> jax.Array:
     """The chain of several layers without any cache: layer s over all pairs (state of layer s - 1, token at p + 1 + s)."""
     length = tokens.shape[1] - 1
     positions = jnp.broadcast_to(jnp.arange(length), (2, length))
@@ -79,7 +91,7 @@ def dense_drafts(drafter, tree, params, tokens, features) -> np.ndarray:
         drafts.append(jnp.argmax(logits, -1))
         ids = jnp.concatenate([ids[:, 1:], drafts[-1][:, None]], 1)
         hidden = out.normed if drafter.draft.chain_states else features[:, :length]
-    return np.stack(drafts, 1)
+    return jnp.stack(drafts, 1)
 
 
 @pytest.mark.parametrize("name", ["three layers", "three layers, no chain"])
@@ -103,9 +115,8 @@ def test_a_row_without_new_tokens_keeps_its_state(name):
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, 24, (2, 14)), jnp.int32)
     features = features_of(params, tokens)
     before = feed_in_pieces(drafter, tree, params, tokens, features, [9])
-    after = drafter.update(
-        tree, before, context(params, tokens, 9), tokens[:, 10:13], features[:, 9:12], jnp.array([0, 2])
-    )  # fmt: skip
+    update = jax.jit(drafter.update)
+    after = update(tree, before, context(params, tokens, 9), tokens[:, 10:13], features[:, 9:12], jnp.array([0, 2]))
     pages = np.asarray(context(params, tokens, 9).cache.page_table)
     changed = False
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
@@ -124,7 +135,7 @@ def test_positions_before_a_shared_prefix_are_not_written():
     features = features_of(params, tokens)
     fresh = drafter.init(tree, 2, 2 * PAGES - 1, PAGE_SIZE, 14, jnp.float32)
     ctx = context(params, tokens, 8)
-    state = drafter.prefill(tree, fresh, ctx, tokens[:, 8:11], tokens[:, 11:12], features[:, 8:11], jnp.full(2, 3))
+    state = feed(drafter, tree, fresh, ctx, tokens, features, jnp.int32(3), first=True)
     prefix, behind = np.asarray(ctx.cache.page_table)[:, :2], np.asarray(ctx.cache.page_table)[:, 2]
     for layer in state.layers:
         assert not np.any(layer.k[prefix])
@@ -132,10 +143,10 @@ def test_positions_before_a_shared_prefix_are_not_written():
     assert state.remembered.tolist() == [2, 2]
 
 
-def test_auto_finds_the_targets_own_layers_with_their_default_tree():
-    answer = generate(target("mtp_mimo"), [1, 2, 3], max_new_tokens=4, ignore_eos=True)
-    assert (answer.stats.algorithm, answer.stats.num_steps, answer.stats.topk) == ("NEXTN", 3, 1)
-    assert answer.stats.num_draft_tokens == 4
+def test_auto_finds_the_targets_own_layers():
+    params = target("raw")
+    assert registry.choose("auto", params, None) == ("NEXTN", params.drafts["mtp"])
+    assert registry.choose("nextn", params, None) == ("NEXTN", params.drafts["mtp"])
 
 
 @pytest.mark.parametrize(
