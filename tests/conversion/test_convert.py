@@ -1,9 +1,11 @@
 """`convert` end to end on the golden targets: every kind of source, strictness, atomic writing, the way back to HF."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
 import sys
+from typing import ClassVar
 
 import jax
 import ml_dtypes
@@ -263,11 +265,10 @@ def test_export_runs_in_transformers(name, tmp_path):
 
 
 def test_draft_heads_are_not_models(tmp_path, monkeypatch):
-    import dataclasses
-
     @dataclasses.dataclass(frozen=True)
     class HeadConfig:
         width: int
+        algorithm: ClassVar[str] = "HEAD"
 
         def to_json(self):
             return dataclasses.asdict(self)

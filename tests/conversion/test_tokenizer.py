@@ -1,6 +1,7 @@
 """Tokenizers: from GGUF metadata, chat templates, streaming that never splits a character."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -238,7 +239,7 @@ def test_smollm2_agrees_with_transformers():
     except FileNotFoundError as error:
         pytest.skip(str(error))
     ours, theirs = load(GGUFReader(file).metadata), AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-    for text in [*TEXTS, *(line for line in open(__file__, encoding="utf-8"))]:
+    for text in [*TEXTS, *Path(__file__).read_text(encoding="utf-8").splitlines(keepends=True)]:
         ids = theirs.encode(text)
         assert ours.encode(text) == ids, text
         for skip in (True, False):
