@@ -6,7 +6,6 @@ sequence, L = N * S cached slots, M in-flight entries, Dk and Dv channels of a k
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 

@@ -38,3 +38,12 @@ def triton_tiling(rows: int, head_dim: int, value_dim: int, itemsize: int, num_s
     if rows > 1024:  # a prefill chunk: row tiles fill the chip, a split would only write partial sums
         return Tiling(0, block, rows=64, num_warps=4, num_stages=2)
     return Tiling(512, block, rows=64, num_warps=4, num_stages=4 if itemsize == 2 and block == 64 else 3)
+
+
+def mosaic_tiling(rows: int, head_dim: int, value_dim: int, itemsize: int, num_slots: int) -> Tiling:
+    """The Mosaic kernel's tiling; arguments as for `triton_tiling`."""
+    del itemsize, num_slots
+    wide = _wide(head_dim, value_dim)
+    if rows > 1024:
+        return Tiling(0, 64, rows=64 if wide else 128, num_stages=2)
+    return Tiling(512, 64, rows=64 if rows <= 64 or wide else 128, num_stages=2 if wide else 3)

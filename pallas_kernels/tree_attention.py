@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def tree_attention(
     softcap: float | None = None,
     backend: Backend | None = None,
     tiling: Tiling | None = None,
-    interpret: bool = False,
+    interpret: Any = False,
 ) -> Float[Array, "B T H Dv"]:
     """Attention of T rows over a committed prefix and M >= T in-flight entries of the same paged cache.
 
@@ -83,7 +83,7 @@ def tree_attention(
     Args:
       backend: None chooses by the default device's platform.
       tiling: block sizes of the kernel; None takes them from `pallas_kernels.tilings`.
-      interpret: run a kernel on the CPU, slowly.
+      interpret: run a kernel on the CPU, slowly: True (Triton) or `plgpu.InterpretGPUParams()` (Mosaic).
 
     Raises:
       ValueError: a back end was asked for by name that does not serve the case, or not with this jax.
@@ -100,7 +100,7 @@ def tree_attention(
             f"{k_pages.shape[1]}, q {q.dtype}, cache {k_pages.dtype} with jax {jax.__version__}; leave backend=None"
         )
     if tiling is None:
-        table = {"triton": tilings.triton_tiling}[backend]
+        table = {"triton": tilings.triton_tiling, "mosaic": tilings.mosaic_tiling}[backend]
         rows = q.shape[1] * q.shape[2] // k_pages.shape[2]
         slots = page_table.shape[1] * k_pages.shape[1]
         tiling = table(rows, k_pages.shape[-1], v_pages.shape[-1], jnp.dtype(k_pages.dtype).itemsize, slots)

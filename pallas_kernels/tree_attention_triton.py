@@ -104,7 +104,7 @@ def _attention(
             position = plt.load(position_ref.at[b, t])
 
         def attend(first, carry, masked):
-            accs, m, l = carry
+            accs, m, total = carry
             slot = first + jnp.arange(block)
             live = {"mask": slot < stop, "other": 0} if masked else {}
             if block <= S and S % block == 0:  # one page a block
@@ -119,10 +119,7 @@ def _attention(
             values = [plt.load(v_ref.at[page, inside, head, channels(c)], **live) for c in channel_chunks(Dv)]
 
             scores = sum(_dot(qc, kc.astype(common), trans_b=True) for qc, kc in zip(qs, keys, strict=True))
-            if softcap is None:
-                scores = scores * (scale * LOG2E)
-            else:
-                scores = jnp.tanh(scores * (scale / softcap)) * (softcap * LOG2E)
+            scores = scores * (scale * LOG2E) if softcap is None else softcap * LOG2E * jnp.tanh(scores * (scale / softcap))
             if masked:
                 bits = jnp.zeros((rows, block), jnp.int32)
                 in_block = slot - first
@@ -145,9 +142,9 @@ def _attention(
             if masked:
                 p = jnp.where(allowed, p, 0.0)
             alpha = jnp.exp2(m - m_new)
-            weights = p.astype(v_ref.dtype)
+            weights = p.astype(v_ref.dtype)  # and their sum normalises what is really multiplied
             accs = tuple(acc * alpha[:, None] + _dot(weights, vc) for acc, vc in zip(accs, values, strict=True))
-            return accs, m_new, l * alpha + p.sum(axis=1)
+            return accs, m_new, total * alpha + weights.astype(jnp.float32).sum(axis=1)
 
         def loop(lower, upper, carry, *, masked, first_of):
             return lax.fori_loop(lower, upper, lambda i, c: attend(first_of(i), c, masked), carry)
@@ -170,10 +167,10 @@ def _attention(
             sinks = jnp.minimum(_divide(jnp.maximum(min(sink, num_slots) - start, 0) + block - 1, block), near)
             at = lambda i: start + jnp.where(i < sinks, i, near + i - sinks) * block  # noqa: E731
             carry = loop(0, sinks + blocks - near, carry, masked=True, first_of=at)
-        accs, m, l = carry
+        accs, m, total = carry
 
-        empty = l == 0.0
-        total = jnp.where(empty, 1.0, l)
+        empty = total == 0.0
+        total = jnp.where(empty, 1.0, total)
         place = (b, *(() if lse_ref is None else (part,)), t_out[:, None], h[:, None])
         for chunk, acc in zip(channel_chunks(Dv), accs, strict=True):
             value = (acc / total[:, None]).astype(out_ref.dtype)
@@ -215,7 +212,7 @@ def _merge(
     lower = 0 if sinks else _divide(jnp.asarray(first, jnp.int32), MERGE_CHUNK)
 
     def add(i, carry):
-        accs, m, l = carry
+        accs, m, total = carry
         s = i * MERGE_CHUNK + jnp.arange(MERGE_CHUNK)
         live = (s < stop) & ((s >= first) | (s < sinks)) & (s < splits)
         at = jnp.minimum(s, splits - 1)
@@ -228,13 +225,13 @@ def _merge(
             where = (b, at[:, None], t, h, offset + jnp.arange(size)[None])
             value = plt.load(part_ref.at[where], mask=live[:, None], other=0.0)
             new.append(acc * alpha + (weight[:, None] * value).sum(axis=0))
-        return tuple(new), m_new, l * alpha + weight.sum()
+        return tuple(new), m_new, total * alpha + weight.sum()
 
     zero = tuple(jnp.zeros((size,), jnp.float32) for _, size in channel_chunks(Dv))
-    accs, _, l = lax.fori_loop(
+    accs, _, total = lax.fori_loop(
         lower, _divide(stop + MERGE_CHUNK - 1, MERGE_CHUNK), add, (zero, jnp.float32(MASKED), jnp.float32(0.0))
     )
-    total = jnp.where(l == 0.0, 1.0, l)
+    total = jnp.where(total == 0.0, 1.0, total)
     for (offset, size), acc in zip(channel_chunks(Dv), accs, strict=True):
         plt.store(out_ref.at[b, t, h, offset + jnp.arange(size)], (acc / total).astype(out_ref.dtype))
 
@@ -269,7 +266,9 @@ def tree_attention(
     tiles = pl.cdiv(T * G, rows)
     words = inflight_words(length, visible, positions, inflight_positions, window=window, sink=sink)
     limits = {"causal": visible is None, "num_inflight": M, "window": window, "sink": sink, "split": split}
-    whole = lambda x: pl.BlockSpec(x.shape, lambda *_, n=len(x.shape): (0,) * n)  # noqa: E731
+
+    def whole(x):
+        return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
     direct = splits == 1
     shapes = [jax.ShapeDtypeStruct((B, T, H, Dv), q.dtype)]

@@ -1,0 +1,423 @@
+"""Tree attention for Pallas' Mosaic GPU back end (Hopper and later, jax 0.11 and later).
+
+The work is cut as in `tree_attention_triton`: one program per (kv head, row tile, split, sequence), then a merge. Keys and
+values arrive by TMA, one copy per page and head, in a ring of `num_stages` blocks; the products are wgmma. A program is
+one warpgroup of 64 rows (two for wide trees, which share the blocks), small enough that two programs live on a
+multiprocessor and hide each other's waits. The table of pages does not wait for anything but itself: it is read a block ahead.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int, UInt32
+
+from pallas_kernels.inflight import WORD, inflight_words, last_slot
+from pallas_kernels.tilings import Tiling
+
+AVAILABLE = hasattr(plgpu, "InterpretGPUParams")  # the API as of jax 0.11
+LOG2E = 1.4426950408889634
+MASKED = -1e30
+WARPGROUP_ROWS = 64  # wgmma's M
+MERGE_CHUNK = 16  # splits that the merge reads at once
+
+
+def serves(q: Array, k_pages: Array, v_pages: Array) -> bool:
+    """Whether this kernel takes the case: 16-bit floats, head sizes in multiples of 32 up to 256, pages of 8 slots at least."""
+    S, Dk, Dv = *k_pages.shape[1::2], v_pages.shape[-1]
+    sizes = Dk % 32 == 0 and Dv % 32 == 0 and Dk <= 256 and Dv <= 256
+    pages = S % 8 == 0 and (64 % S == 0 or S % 64 == 0)
+    return sizes and pages and q.dtype == k_pages.dtype == v_pages.dtype and q.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def _tiled(size: int):
+    """How a [rows, size] block of 16-bit floats lies in shared memory: swizzled in 128 bytes, or 64."""
+    columns = 64 if size % 64 == 0 else 32
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+
+
+def _divide(x, by: int):
+    return lax.div(x, jnp.asarray(by, x.dtype))
+
+
+def _attention(
+    q_hbm,  # [B, K, rows, Dk]
+    k_hbm,  # [P, S, K, Dk]
+    v_hbm,  # [P, S, K, Dv]
+    table,  # [B, N]
+    length_ref,  # [B]
+    words_ref,  # [B, A, rows]
+    used_ref,  # [B, A], what any row sees
+    position_ref,  # [B, rows]
+    nearest_ref,  # [B], lowest position of any row
+    out_hbm,  # [B, splits, K, rows, Dv] float32, or direct [B, K, rows, Dv]
+    lse_hbm,  # [B, splits, K, rows]
+    q_smem,
+    k_smem,
+    v_smem,
+    p_smem,
+    q_ready,
+    k_ready,
+    v_ready,
+    free,
+    *,
+    block: int,
+    stages: int,
+    warpgroups: int,
+    split: int,
+    causal: bool,
+    num_inflight: int,
+    T: int,
+    G: int,
+    scale: float,
+    window: int | None,
+    sink: int,
+    softcap: float | None,
+    direct: bool,
+    in_registers: bool,
+):
+    b, part, tile, head = (lax.axis_index(a) for a in ("batch", "split", "tile", "kv_head"))
+    wg = lax.axis_index("wg") if warpgroups > 1 else jnp.int32(0)
+    R, Dv = WARPGROUP_ROWS, v_hbm.shape[-1]
+    S, N, A = k_hbm.shape[1], table.shape[1], words_ref.shape[1]
+    num_slots = N * S
+    pieces = max(1, block // S)  # copies a block
+    length = length_ref[b]
+    row_end = jnp.minimum(_divide((tile + 1) * (R * warpgroups) + (G - 1), G), T)
+    start = part * split
+    stop = last_slot(length, row_end, causal=causal, M=num_inflight, T=T, num_slots=num_slots)
+    stop = jnp.minimum(stop, start + split)
+    blocks = _divide(jnp.maximum(stop - start, 0) + (block - 1), block)
+    near = sinks = jnp.int32(0)
+    lowest = jnp.int32(0)
+    if window is not None:
+        lowest = jnp.minimum(jnp.maximum(nearest_ref[b] - (window - 1), 0), length)
+        near = jnp.minimum(_divide(jnp.maximum(lowest - start, 0), block), blocks)
+        sinks = jnp.minimum(_divide(jnp.maximum(min(sink, num_slots) - start, 0) + (block - 1), block), near)
+    steps = sinks + blocks - near
+    first_row = tile * (R * warpgroups) + wg * R
+    rows = pl.ds(first_row, R)
+
+    def first_slot(i):
+        return start + (i if window is None else jnp.where(i < sinks, i, near + i - sinks)) * block
+
+    def pages_of(i):
+        first = _divide(first_slot(i), S)
+        return tuple(table[b, jnp.minimum(first + j, N - 1)] for j in range(pieces))
+
+    def fetch(i, slot, pages):
+        size = min(S, block)
+        inside = pl.ds(0, S) if size == S else pl.ds(lax.rem(first_slot(i), jnp.int32(S)), size)
+        for source, target, ready in ((k_hbm, k_smem, k_ready), (v_hbm, v_smem, v_ready)):
+            for j, page in enumerate(pages):
+                here = target.at[slot, pl.ds(j * size, size)]
+                plgpu.copy_gmem_to_smem(source.at[page, inside, head], here, ready.at[slot])
+
+    def body():
+        leads = wg == 0
+        plgpu.copy_gmem_to_smem(q_hbm.at[b, head, rows], q_smem.at[wg], q_ready.at[wg])
+        ahead = [pages_of(jnp.int32(i)) for i in range(stages)]
+        for i, pages in enumerate(ahead):
+            pl.when(leads & (i < steps))(functools.partial(fetch, jnp.int32(i), i, pages))
+        if window is not None:
+            position = plgpu.load(position_ref.at[b, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        plgpu.barrier_wait(q_ready.at[wg])
+
+        def over(x, columns):
+            return lax.broadcast_in_dim(x, (R, columns), [0])
+
+        def attend(i, carry, masked):
+            acc, m, total, pages = carry
+            slot = lax.rem(i, jnp.int32(stages))
+            first = first_slot(i)
+            plgpu.barrier_wait(k_ready.at[slot])
+
+            def product(ref):
+                plgpu.wgmma(ref, q_smem.at[wg], k_smem.at[slot].T)
+                return ref[...]
+
+            scores = pl.run_scoped(product, plgpu.ACC((R, block), jnp.float32))
+            scores = scores * (scale * LOG2E) if softcap is None else softcap * LOG2E * jnp.tanh(scores * (scale / softcap))
+            base = _divide(first, WORD) - _divide(length, WORD)
+            indices = [base + w for w in range(block // WORD)]
+            if masked:
+                column = plgpu.broadcasted_iota(jnp.int32, (R, block), 1, layout=plgpu.Layout.WGMMA)
+                bits = None
+                for w, index in enumerate(indices):
+                    at = jnp.minimum(jnp.maximum(index, 0), A - 1)
+                    word = plgpu.load(words_ref.at[b, at, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                    word = over(word & jnp.where((index >= 0) & (index < A), -1, 0), block)
+                    bits = word if bits is None else jnp.where(column < w * WORD, bits, word)
+                seen = (lax.shift_right_logical(bits, column & (WORD - 1)) & 1) != 0
+                in_prefix = column < length - first
+                allowed = in_prefix
+                if window is not None:
+                    allowed = allowed & ((over(position, block) - column < window + first) | (column < sink - first))
+                allowed = allowed | seen  # no bit is set for a slot of the prefix
+                scores = jnp.where(allowed, scores, MASKED)
+            m_new = jnp.maximum(m, scores.max(axis=1))
+            p = jnp.exp2(scores - over(m_new, block))
+            if masked:
+                p = jnp.where(allowed, p, 0.0)
+            alpha = jnp.exp2(m - m_new)
+            weights = p.astype(v_hbm.dtype)
+            total = total * alpha + weights.astype(jnp.float32).sum(axis=1)  # normalises what is really multiplied
+            acc = acc * over(alpha, Dv)
+            plgpu.barrier_wait(v_ready.at[slot])
+            if masked:  # 0 * NaN is NaN: what nobody sees must be zero before the product
+                scrub(slot, first, indices)
+
+            if in_registers:
+
+                def add(ref):
+                    plgpu.wgmma(ref, weights, v_smem.at[slot])
+
+                acc = pl.run_state(add)(plgpu.ACC.init(acc))
+            else:  # what interpret mode can run
+                p_smem[wg] = weights
+                plgpu.commit_smem()
+
+                def product(ref):
+                    plgpu.wgmma(ref, p_smem.at[wg], v_smem.at[slot])
+                    return ref[...]
+
+                acc = acc + pl.run_scoped(product, plgpu.ACC((R, Dv), jnp.float32))
+
+            if warpgroups > 1:
+                plgpu.barrier_arrive(free.at[slot])
+
+            @pl.when(leads & (i + stages < steps))
+            def _():
+                if warpgroups > 1:
+                    plgpu.barrier_wait(free.at[slot])
+                fetch(i + stages, slot, pages)
+
+            return acc, m_new, total, pages_of(i + (stages + 1))
+
+        def scrub(slot, first, indices):
+            key = plgpu.broadcasted_iota(jnp.int32, (block, Dv), 0, layout=plgpu.Layout.WGMMA)
+            bits = None
+            for w, index in enumerate(indices):
+                word = used_ref[b, jnp.minimum(jnp.maximum(index, 0), A - 1)]
+                word = jnp.where((index >= 0) & (index < A), word, 0)
+                word = plgpu.layout_cast(jnp.full((block, Dv), word, jnp.int32), plgpu.Layout.WGMMA)
+                bits = word if bits is None else jnp.where(key < w * WORD, bits, word)
+            seen = (lax.shift_right_logical(bits, key & (WORD - 1)) & 1) != 0
+            in_prefix = key < length - first
+            kept = in_prefix
+            if window is not None:
+                kept = kept & ((key >= lowest - first) | (key < sink - first))
+            kept = kept | seen
+            values = plgpu.load(v_smem.at[slot], layout=plgpu.Layout.WGMMA, optimized=False)
+            v_smem[slot] = jnp.where(kept, values, jnp.zeros_like(values))
+            plgpu.commit_smem()
+
+        def per_row(x):
+            return plgpu.layout_cast(jnp.full((R,), x, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+        acc = plgpu.layout_cast(jnp.zeros((R, Dv), jnp.float32), plgpu.Layout.WGMMA)
+        carry = (acc, per_row(MASKED), per_row(0.0), pages_of(jnp.int32(stages)))
+        full = jnp.int32(0)
+        if window is None:
+            full = jnp.minimum(_divide(jnp.maximum(length - start, 0), block), blocks)
+            carry = lax.fori_loop(0, full, functools.partial(attend, masked=False), carry)
+        acc, m, total, _ = lax.fori_loop(full, steps, functools.partial(attend, masked=True), carry)
+
+        empty = total == 0.0
+        safe = jnp.where(empty, 1.0, total)
+        acc = (acc / over(safe, Dv)).astype(out_hbm.dtype)
+        if direct:
+            out_hbm[b, head, rows] = acc
+        else:
+            out_hbm[b, part, head, rows] = acc
+            lse_hbm[b, part, head, rows] = jnp.where(empty, MASKED, m + jnp.log(safe) * LOG2E)
+
+    if direct:
+        body()
+    else:
+        pl.when(start < stop)(body)
+
+
+def _merge(
+    part_ref,  # [B, splits, K, rows * Dv] float32
+    lse_ref,  # [B, splits, K, rows]
+    length_ref,  # [B]
+    position_ref,  # [B, T]
+    out_ref,  # [B, K, T * G * Dv], or [B, T, H * Dv] where a program's rows are neighbours there too
+    *,
+    together: int,
+    neighbours: bool,
+    G: int,
+    Dv: int,
+    T: int,
+    split: int,
+    causal: bool,
+    num_inflight: int,
+    num_slots: int,
+    window: int | None,
+    sink: int,
+):
+    b, group, head = (lax.axis_index(a) for a in ("batch", "rows", "kv_head"))
+    splits = part_ref.shape[1]
+    size = together * Dv
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=1)
+    row = group * together
+    t_first, t_last = _divide(row, G), _divide(row + (together - 1), G)
+    length = length_ref[b]
+    stop = last_slot(length, t_last + 1, causal=causal, M=num_inflight, T=T, num_slots=num_slots)
+    stop = _divide(stop + (split - 1), split)
+    first, sinks = jnp.int32(0), 0
+    if window is not None:
+        nearest = functools.reduce(jnp.minimum, [position_ref[b, _divide(row + j, G)] for j in range(together)])
+        first = _divide(jnp.minimum(jnp.maximum(nearest - (window - 1), 0), length), split)
+        sinks = -(-sink // split)
+    lower = jnp.int32(0) if sinks else _divide(first, MERGE_CHUNK)
+    element = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+
+    def spread(scalars):  # one value per row to every channel of that row
+        out = plgpu.layout_cast(jnp.full((size,), scalars[0]), layout)
+        for j, x in enumerate(scalars[1:], 1):
+            out = jnp.where(element < j * Dv, out, plgpu.layout_cast(jnp.full((size,), x), layout))
+        return out
+
+    def add(i, carry):
+        acc, tops, totals = carry
+        at = [jnp.minimum(i * MERGE_CHUNK + c, splits - 1) for c in range(MERGE_CHUNK)]
+        live = [
+            (s < stop) & ((s >= first) | (s < sinks)) for s in (i * MERGE_CHUNK + c for c in range(MERGE_CHUNK))
+        ]
+        lses = [[lse_ref[b, s, head, row + j] for j in range(together)] for s in at]
+        values = [plgpu.load(part_ref.at[b, s, head, pl.ds(row * Dv, size)], layout=layout, optimized=False) for s in at]
+        lses = [[jnp.where(ok, x, MASKED) for x in xs] for ok, xs in zip(live, lses, strict=True)]
+        new_tops = [functools.reduce(jnp.maximum, [xs[j] for xs in lses], tops[j]) for j in range(together)]
+        acc = acc * spread([jnp.exp2(old - new) for old, new in zip(tops, new_tops, strict=True)])
+        totals = [n * jnp.exp2(old - new) for n, old, new in zip(totals, tops, new_tops, strict=True)]
+        for value, xs in zip(values, lses, strict=True):
+            weights = [jnp.where(x > MASKED, jnp.exp2(x - top), 0.0) for x, top in zip(xs, new_tops, strict=True)]
+            totals = [n + w for n, w in zip(totals, weights, strict=True)]
+            weight = spread(weights)
+            acc = acc + jnp.where(weight > 0, value * weight, jnp.zeros_like(value))  # what nobody wrote may be NaN
+        return acc, tuple(new_tops), tuple(totals)
+
+    carry = (spread([jnp.float32(0)] * together), (jnp.float32(MASKED),) * together, (jnp.float32(0),) * together)
+    acc, _, totals = lax.fori_loop(lower, _divide(stop + (MERGE_CHUNK - 1), MERGE_CHUNK), add, carry)
+    acc = acc / spread([jnp.where(n == 0, 1.0, n) for n in totals])
+    acc = acc.astype(out_ref.dtype)
+    if neighbours:
+        channel = (head * G + lax.rem(row, jnp.int32(G))) * Dv
+        out_ref[b, t_first, pl.ds(channel, size)] = acc
+    else:
+        out_ref[b, head, pl.ds(row * Dv, size)] = acc
+
+
+def tree_attention(
+    q: Float[Array, "B T H Dk"],
+    k_pages: Float[Array, "P S K Dk"],
+    v_pages: Float[Array, "P S K Dv"],
+    page_table: Int[Array, "B N"],
+    length: Int[Array, " B"],
+    visible: UInt32[Array, "B T W"] | None,
+    positions: Int[Array, "B T"],
+    inflight_positions: Int[Array, "B M"],
+    *,
+    scale: float,
+    window: int | None = None,
+    sink: int = 0,
+    softcap: float | None = None,
+    tiling: Tiling,
+    interpret=None,
+) -> Float[Array, "B T H Dv"]:
+    """The contract of `pallas_kernels.reference.tree_attention`, for the cases that `serves` accepts.
+
+    `interpret` takes `plgpu.InterpretGPUParams()` to run on a CPU; then the weights go through shared memory, because
+    interpret mode knows no wgmma operands in registers.
+    """
+    B, T, H, Dk = q.shape
+    _, S, K, Dv = v_pages.shape
+    N, M = page_table.shape[1], inflight_positions.shape[1]
+    G, block, stages = H // K, tiling.block, tiling.num_stages
+    num_slots = N * S
+    warpgroups = 2 if tiling.rows >= 128 and T * G > WARPGROUP_ROWS else 1
+    tile_rows = warpgroups * WARPGROUP_ROWS
+    tiles = pl.cdiv(T * G, tile_rows)
+    padded = tiles * tile_rows
+    split = tiling.split or pl.cdiv(num_slots, block) * block
+    splits = pl.cdiv(num_slots, split)
+    direct = splits == 1
+    causal = visible is None
+
+    def as_rows(x, fill):  # [B, T, ...] to [B, padded, ...], each token G times
+        x = jnp.repeat(x, G, axis=1)
+        return jnp.pad(x, ((0, 0), (0, padded - T * G), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
+
+    words = inflight_words(length, visible, positions, inflight_positions, window=window, sink=sink)
+    used = lax.reduce(words, jnp.int32(0), lax.bitwise_or, (1,))
+    nearest = positions.min(axis=1)
+    words, position = jnp.moveaxis(as_rows(words, 0), 1, 2), as_rows(positions, 0)
+    grouped = q.reshape(B, T, K, G, Dk).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, Dk)
+    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, padded - T * G), (0, 0)))
+
+    limits = {"causal": causal, "num_inflight": M, "window": window, "sink": sink, "split": split, "T": T}
+    kernel = functools.partial(
+        _attention, block=block, stages=stages, warpgroups=warpgroups, G=G, scale=scale, softcap=softcap,
+        direct=direct, in_registers=not interpret, **limits,
+    )  # fmt: skip
+    if direct:
+        out_type = (jax.ShapeDtypeStruct((B, K, padded, Dv), q.dtype), jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32))
+    else:
+        out_type = (
+            jax.ShapeDtypeStruct((B, splits, K, padded, Dv), jnp.float32),
+            jax.ShapeDtypeStruct((B, splits, K, padded), jnp.float32),
+        )
+    pieces = max(1, block // S)
+    threads = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
+    out, lse = plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        grid=(B, splits, tiles, K),  # heads fastest: the programs that share a page run together
+        grid_names=("batch", "split", "tile", "kv_head"),
+        scratch_types=(
+            plgpu.SMEM((warpgroups, WARPGROUP_ROWS, Dk), q.dtype, transforms=_tiled(Dk)),
+            plgpu.SMEM((stages, block, Dk), q.dtype, transforms=_tiled(Dk)),
+            plgpu.SMEM((stages, block, Dv), q.dtype, transforms=_tiled(Dv)),
+            plgpu.SMEM((warpgroups, WARPGROUP_ROWS, block), q.dtype, transforms=_tiled(block)) if interpret else None,
+            plgpu.Barrier(num_barriers=warpgroups),
+            plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages) if warpgroups > 1 else None,
+        ),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=not interpret
+        ),
+        interpret=interpret or None,
+        **threads,
+    )(grouped, k_pages, v_pages, page_table, length, words, used, position, nearest)
+
+    if direct:
+        out = out[:, :, : T * G].reshape(B, K, T, G, Dv)
+        return out.transpose(0, 2, 1, 3, 4).reshape(B, T, H, Dv)
+    together = 128 // math.gcd(128, Dv)  # rows of a merging program: a multiple of 128 channels
+    neighbours = G % together == 0
+    groups = pl.cdiv(T * G, together)
+    merged = plgpu.kernel(
+        functools.partial(
+            _merge, together=together, neighbours=neighbours, G=G, Dv=Dv, num_slots=num_slots, **limits
+        ),
+        out_type=jax.ShapeDtypeStruct((B, T, H * Dv) if neighbours else (B, K, groups * together * Dv), q.dtype),
+        grid=(B, groups, K),
+        grid_names=("batch", "rows", "kv_head"),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=not interpret
+        ),
+        interpret=interpret or None,
+    )(out.reshape(B, splits, K, padded * Dv), lse, length, jnp.pad(positions, ((0, 0), (0, together)), mode="edge"))
+    if neighbours:
+        return merged.reshape(B, T, H, Dv)
+    merged = merged.reshape(B, K, groups * together, Dv)[:, :, : T * G].reshape(B, K, T, G, Dv)
+    return merged.transpose(0, 2, 1, 3, 4).reshape(B, T, H, Dv)
