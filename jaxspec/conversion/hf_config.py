@@ -52,7 +52,7 @@ def rope_config(parameters: dict, theta: float, max_positions: int) -> RopeConfi
     if get(parameters, "partial_rotary_factor", 1.0) != 1.0:
         raise ConversionError(f"rope with partial_rotary_factor={parameters['partial_rotary_factor']} is not supported")
     rope = RopeConfig(theta=float(get(parameters, "rope_theta", theta)))
-    if kind in ("default", "mrope"):
+    if kind == "default":
         return rope
     if kind not in ("linear", "llama3", "yarn"):
         raise ConversionError(f"rope scaling {kind!r} is not supported; supported: default, linear, llama3, yarn")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,6 +60,13 @@ class TokenizerFiles:
         """The tokenizer, or None without a ``tokenizer.json``."""
         text = self.text("tokenizer.json")
         if text is None:
+            other = [name for name in ("tokenizer.model", "vocab.json") if name in self.files]
+            if other:
+                warnings.warn(
+                    f"{other[0]} is not read, tokenizer.json is; without it prompts are token ids. transformers writes it: "
+                    "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
+                    stacklevel=2,
+                )
             return None
         config = self._json("tokenizer_config.json")
         template = self.text("chat_template.jinja")

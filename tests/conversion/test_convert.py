@@ -84,6 +84,40 @@ def test_many_shards(tmp_path, monkeypatch):
         jaxspec.load(tmp_path)
 
 
+def test_memory_follows_the_shard_not_the_model(tmp_path, monkeypatch):
+    import tracemalloc
+
+    from jaxspec.config import ModelConfig
+    from jaxspec.conversion.export import model_export
+    from jaxspec.conversion.hf import model_rules
+    from jaxspec.conversion.mapping import expected_shapes
+    from jaxspec.models.decoder import param_shapes
+
+    config = ModelConfig(
+        family="llama", vocab_size=64, hidden_size=256, num_layers=16, num_heads=4, num_kv_heads=4, head_dim=64, ffn_size=512,
+        max_positions=64, architecture="LlamaForCausalLM",
+    )  # fmt: skip
+    shapes, tensors = flatten(param_shapes(config)), {}
+    for rule in model_rules(config):
+        sizes = expected_shapes(rule, shapes[rule.target])
+        tensors |= {name: np.zeros(size, np.float32) for name, size in zip(rule.sources, sizes, strict=True)}
+    (tmp_path / "hf").mkdir()
+    save_safetensors(tmp_path / "hf" / "model.safetensors", tensors)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(model_export(config).config))
+    total = sum(a.nbytes for a in tensors.values())
+    largest = max(int(np.prod(s)) for s in shapes.values()) * 4
+    shard = 2 * largest
+    monkeypatch.setattr(store.save, "__defaults__", (shard,))
+    del tensors
+    run(FIXTURES / "target_llama_tied", tmp_path / "warm_up")  # what is imported on the way is not the model's
+    tracemalloc.start()
+    run(tmp_path / "hf", tmp_path / "out")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # A shard, orbax's copy of it, the parameter being made and its parts; the model is ten times that.
+    assert peak < 3 * (shard + largest) < total / 3
+
+
 def test_exported_weights_can_be_split(tmp_path, monkeypatch):
     from jaxspec.conversion import export
 
@@ -262,6 +296,48 @@ def test_export_runs_in_transformers(name, tmp_path):
     with torch.no_grad():
         logits = model(torch.tensor(io["a.input_ids"][None]).long()).logits[0].numpy()
     np.testing.assert_allclose(logits, io["a.logits"], atol=1e-4, rtol=1e-4)
+
+
+VARIANTS = {
+    "llama_biases": ("Llama", dict(attention_bias=True, mlp_bias=True)),
+    "llama_linear": ("Llama", dict(rope_scaling={"rope_type": "linear", "factor": 4.0})),
+    "mistral_full": ("Mistral", dict(sliding_window=None)),
+    "qwen2_sliding": ("Qwen2", dict(use_sliding_window=True, sliding_window=4, max_window_layers=1)),
+    "qwen3_yarn": ("Qwen3", dict(head_dim=16, attention_bias=True, max_position_embeddings=512, rope_scaling={
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32})),
+    "qwen3_moe_sparse_step": ("Qwen3Moe", dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=2, norm_topk_prob=False)),
+    "phi3_sliding": ("Phi3", dict(sliding_window=4, pad_token_id=0)),
+    "gemma2_defaults": ("Gemma2", dict(head_dim=16, sliding_window=4, query_pre_attn_scalar=20)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_that_no_golden_target_has(name, tmp_path):
+    """Random models made and run by transformers: options of a family beyond those of the golden targets."""
+    torch = pytest.importorskip("torch", reason="compares with transformers' models, which need torch")
+    import transformers
+
+    family, options = VARIANTS[name]
+    sizes = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+                 num_key_value_heads=2, bos_token_id=1, eos_token_id=2)  # fmt: skip
+    config = getattr(transformers, f"{family}Config")(**(sizes | options))
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # the standard initialisation is too small to tell options apart
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "hf")
+    tokens = np.random.default_rng(0).integers(0, 50, 40)
+    with torch.no_grad():
+        expected = model(torch.tensor(tokens[None])).logits[0].numpy()
+    run(tmp_path / "hf", tmp_path / "converted")
+    run(tmp_path / "converted", tmp_path / "again", to_hf=True)
+    got = jaxspec.forward(jaxspec.load(tmp_path / "converted"), tokens).logits
+    np.testing.assert_allclose(got, expected, atol=2e-4, rtol=1e-4)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    with torch.no_grad():
+        np.testing.assert_allclose(again(torch.tensor(tokens[None])).logits[0].numpy(), expected, atol=2e-4, rtol=1e-4)
 
 
 def test_draft_heads_are_not_models(tmp_path, monkeypatch):

@@ -177,6 +177,13 @@ def test_where_folders_keep_their_template(tmp_path):
         TokenizerFiles.of_folder(tmp_path).load()
 
 
+def test_other_tokenizer_formats_are_named(tmp_path):
+    assert TokenizerFiles.of_folder(tmp_path).load() is None
+    (tmp_path / "tokenizer.model").write_bytes(b"\n")
+    with pytest.warns(UserWarning, match="tokenizer.model is not read, tokenizer.json is"):
+        assert TokenizerFiles.of_folder(tmp_path).load() is None
+
+
 # ---- streaming
 
 
