@@ -156,7 +156,7 @@ def read_variant(raw: dict, tensors: TensorSource, target: ModelConfig | None) -
         max_positions=target.max_positions if target else int(get(inner, "max_position_embeddings", 2048)),
         norm_eps=float(get(inner, "rms_norm_eps", 1e-6)),
         rope=main_rope(inner, 10000.0),
-        windows=windows_of({"num_hidden_layers": len(layers)} | _window_keys(inner), inner.get("sliding_window"), lambda i: False),
+        windows=windows_of({**inner, "num_hidden_layers": len(layers)}, inner.get("sliding_window"), lambda i: False),
         activation=str(get(inner, "hidden_act", "silu")),
         qkv_bias=f"{layers[0]}.self_attn.q_proj.bias" in info,
         out_bias=f"{layers[0]}.self_attn.o_proj.bias" in info,
@@ -197,19 +197,14 @@ def read_variant(raw: dict, tensors: TensorSource, target: ModelConfig | None) -
     )
     if config.norm_output and layout == "sglang" and not fc_norm:
         warnings.warn(
-            "config.json says norm_output=true. SpecForge up to 0.2.0 wrote that for plain EAGLE-3 heads, whose state is fed back "
-            "without the norm; it is read in its later meaning (EAGLE-3.1). If accepted lengths are poor, load the head with "
-            "norm_output=False",
+            "config.json says norm_output=true. SpecForge up to 0.2.0 wrote that for plain EAGLE-3 heads, whose state is fed "
+            "back without the norm; it is read in its later meaning (EAGLE-3.1). If accepted lengths are poor, load the head "
+            "with norm_output=False",
             stacklevel=2,
         )
     normed = len(layers) > 1 and f"{layers[1]}.hidden_norm.weight" in info
     names = Names(layers, "hidden_norm" if normed else "input_layernorm", tap_norms if fc_norm else (), "t2d" in info)
     return config, names
-
-
-def _window_keys(inner: dict) -> dict:
-    kinds = inner.get("layer_types")
-    return {} if kinds is None else {"layer_types": kinds}
 
 
 def agree(key: str, said: Any, found: bool) -> None:
@@ -231,8 +226,8 @@ def read_taps(
     if not fused:
         if own is None and columns != 2 * hidden:
             raise ConversionError(
-                f"fc.weight reads {columns} channels, expected {2 * hidden}: [embedding ; feature] of an EAGLE-1/2 head (an EAGLE-3 "
-                "head would have hidden_norm)"
+                f"fc.weight reads {columns} channels, expected {2 * hidden}: [embedding ; feature] of an EAGLE-1/2 head (an "
+                "EAGLE-3 head would have hidden_norm)"
             )
         return (FINAL_NORM,), columns - hidden, "eagle"
     if options.get("use_aux_hidden_state") is False:
@@ -293,11 +288,11 @@ def check_draft_ids(tensors: TensorSource, config: EagleConfig) -> None:
     if stored.shape != (config.draft_vocab_size,):
         raise ConversionError(f"d2t has shape {stored.shape}, expected ({config.draft_vocab_size},) for draft_vocab_size")
     ids, vocab = stored + np.arange(stored.size), config.layers.vocab_size
-    sound = len(np.unique(ids)) == ids.size and 0 <= ids.min() and ids.max() < vocab
+    sound = len(np.unique(ids)) == ids.size and ids.min() >= 0 and ids.max() < vocab
     mask = np.asarray(tensors.read("t2d")).astype(bool) if "t2d" in tensors.info else None
     if mask is not None and sound:
         sound = mask.shape == (vocab,) and mask[ids].all() and mask.sum() == ids.size
-    absolute = 0 <= stored.min() and stored.max() < vocab and len(np.unique(stored)) == stored.size > 1
+    absolute = stored.min() >= 0 and stored.max() < vocab and len(np.unique(stored)) == stored.size > 1
     if mask is not None:
         absolute = absolute and mask.shape == (vocab,) and mask[stored].all()
     elif sound:
@@ -310,9 +305,10 @@ def check_draft_ids(tensors: TensorSource, config: EagleConfig) -> None:
             f"d2t holds absolute target ids ({stored[:4].tolist()} …), expected offsets: target id = draft id + d2t[draft id]; "
             "subtract 0, 1, 2, … from it"
         )
+    twice = ids.size - len(np.unique(ids))
     raise ConversionError(
-        f"d2t does not fit: draft ids map to target ids {ids.min()} … {ids.max()} ({ids.size - len(np.unique(ids))} twice) of a "
-        f"vocabulary of {vocab}" + ("" if mask is None else ", and t2d marks other ones")
+        f"d2t does not fit: draft ids map to target ids {ids.min()} … {ids.max()} ({twice} twice) of a vocabulary of {vocab}"
+        + ("" if mask is None else ", and t2d marks other ones")
     )
 
 

@@ -20,9 +20,9 @@ from jaxspec.drafters.base import Drafter, Proposal, RoundContext
 from jaxspec.drafters.eagle_config import EagleConfig, check_target
 from jaxspec.drafters.sampled_chain import sampled_chain
 from jaxspec.drafters.static_tree import StaticTree, grow_static
+from jaxspec.drafters.token_map import apply_token_map
 from jaxspec.kvcache import LayerKV, find_slots, init_layers
 from jaxspec.models.attend import paged_attend
-from jaxspec.drafters.token_map import apply_token_map
 from jaxspec.tree import DraftTree, grow, pack_bits, top_k
 
 

@@ -88,11 +88,9 @@ def check_draft(folder: Path) -> float:
         return max(case.compare(f"{stage}.state", out[0]), case.compare(f"{stage}.logits", logits))
 
     def feed(stage: str, layers):
-        count = len(a[f"{stage}.token_ids"])
+        tokens, positions = a[f"{stage}.token_ids"][None], a[f"{stage}.positions"][None]
         hidden = eagle_model.project(params, config, a[f"{stage}.features"][None])
-        return drafter.run(
-            params, ctx, a[f"{stage}.token_ids"][None], hidden, layers, a[f"{stage}.positions"][None], jnp.ones((1, count), bool)
-        )
+        return drafter.run(params, ctx, tokens, hidden, layers, positions, jnp.ones(tokens.shape, bool))
 
     layers = drafter.init(params, 1, NUM_PAGES, PAGE_SIZE, 64, jnp.float32).layers
     ctx = context(target, 0, a["prompt_ids"])
@@ -133,9 +131,8 @@ def check_tree(folder: Path) -> float:
         drafter, params = eagle.build(target, head, eagle.resolve(spec, target.config))
         state = drafter.init(params, 1, NUM_PAGES, PAGE_SIZE, 64, jnp.float32)
         features, length = jnp.asarray(case.arrays["features"])[None], jnp.full(1, P, jnp.int32)
-        state = drafter.prefill(
-            params, state, context(target, 0, prompt), jnp.asarray(prompt[:P])[None], jnp.asarray(prompt[P:])[None], features, length
-        )
+        tokens, following = jnp.asarray(prompt[:P])[None], jnp.asarray(prompt[P:])[None]
+        state = drafter.prefill(params, state, context(target, 0, prompt), tokens, following, features, length)
         ctx = context(target, P, prompt)
         logits = drafter.logits(params, ctx, state.hidden)[0]
         error = max(error, case.compare("prefill.last_logits", logits))
