@@ -56,11 +56,11 @@ WIDTH = 13
 
 @partial(jax.jit, static_argnames=("drafter", "first"))
 def feed(drafter, tree, state, ctx, tokens, features, count, *, first: bool):
-    """`count` pairs from position ctx.cache.length on; what stands behind them in a chunk is rubbish."""
+    """`count` pairs from position ctx.cache.length on; what stands behind them in a chunk is NaN."""
     at, order = ctx.cache.length[0], jnp.arange(WIDTH)
     real = (order < count)[None]
     index = jnp.minimum(at + order, WIDTH)
-    fed = jnp.where(real[..., None], features[:, index], 7.0)
+    fed = jnp.where(real[..., None], features[:, index], jnp.nan)
     n = jnp.full(2, count)
     if first:
         return drafter.prefill(tree, state, ctx, jnp.where(real, tokens[:, index], 5), tokens[:, at + count][:, None], fed, n)
@@ -69,8 +69,9 @@ def feed(drafter, tree, state, ctx, tokens, features, count, *, first: bool):
 
 
 def feed_in_pieces(drafter, tree, params, tokens, features, pieces):
-    """Prefill of the first piece, then one update for each of the others."""
+    """Prefill of the first piece, then one update for each of the others; the pools hold NaN where nothing was written."""
     state = drafter.init(tree, 2, 2 * PAGES - 1, PAGE_SIZE, tokens.shape[1], jnp.float32)
+    state = state._replace(layers=jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), state.layers))
     at = 0
     for i, count in enumerate(pieces):
         state = feed(drafter, tree, state, context(params, tokens, at), tokens, features, jnp.int32(count), first=i == 0)

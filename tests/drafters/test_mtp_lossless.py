@@ -30,10 +30,10 @@ def plain_answers(name: str) -> list[list[int]]:
 
 def check(name: str, tree: str, page_size: int, batch: int, chunk: int | None) -> None:
     params = target(name)
-    steps, topk, nodes = TREES[tree]
+    spec = SpecConfig(*TREES[tree], **({"draft_window_size": 5, "draft_sink_size": 1} if name == "raw" else {}))
     answers = generate(
-        params, prompts(params.config.vocab_size)[:batch], num_steps=steps, topk=topk, num_draft_tokens=nodes,
-        max_new_tokens=TOKENS, ignore_eos=True, page_size=page_size, prefill_chunk=chunk,
+        params, prompts(params.config.vocab_size)[:batch], spec=spec, max_new_tokens=TOKENS, ignore_eos=True,
+        page_size=page_size, prefill_chunk=chunk,
     )  # fmt: skip
     for answer, expected in zip(answers, plain(name), strict=False):
         assert answer.tokens == expected

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -68,6 +69,21 @@ def check_mtp(folder: Path) -> float:
     return max(worst, Steps(case, target, draft).check())
 
 
+@partial(jax.jit, static_argnums=0)
+def run_layer(drafter: MtpDrafter, tree, ctx, tokens, hidden, pool, positions, entries, visible) -> mtp_model.Step:
+    """Layer 0 over pairs behind the committed ones."""
+    valid = jnp.ones(tokens.shape, bool)
+    return drafter.run(tree, ctx, 0, tokens, hidden, pool, ctx.cache.length, positions, valid, entries, visible)
+
+
+@partial(jax.jit, static_argnums=0)
+def draft_chain(drafter: MtpDrafter, tree, begin, ctx, tokens, following, features) -> jax.Array:
+    """The tree that the drafter proposes behind a prompt taken in at once."""
+    state = drafter.init(tree, 1, NUM_PAGES, PAGE_SIZE, 64, jnp.float32)
+    state = drafter.prefill(tree, state, begin, tokens, following, features, jnp.full(1, tokens.shape[1]))
+    return drafter.propose(tree, state, ctx).tree.tokens
+
+
 class Steps:
     """One MTP layer of a case, run over a paged cache as the drafter does."""
 
@@ -85,10 +101,10 @@ class Steps:
         drafter, ctx = self.drafter(**changes), context(self.target, base, self.prompt)
         if pool is None:
             pool = drafter.init(self.draft.tree, 1, NUM_PAGES, PAGE_SIZE, 64, jnp.float32).layers[0]
-        tokens, positions = jnp.asarray(tokens)[None], jnp.asarray(positions)[None]
-        return drafter.run(
-            self.draft.tree, ctx, 0, tokens, jnp.asarray(hidden)[None], pool, jnp.full(1, base), positions,
-            jnp.ones(tokens.shape, bool), None if entries is None else jnp.asarray(entries)[None], visible,
+        entries = None if entries is None else jnp.asarray(entries)[None]
+        return run_layer(
+            drafter, self.draft.tree, ctx, jnp.asarray(tokens)[None], jnp.asarray(hidden)[None], pool,
+            jnp.asarray(positions)[None], entries, visible,
         )  # fmt: skip
 
     def logits(self, normed) -> jax.Array:
@@ -149,10 +165,9 @@ class Steps:
             chain.append(np.argmax(self.logits(out.normed)[0, -1]))
 
         drafter, ctx = self.drafter(recycle_normed=kind == "normed"), context(self.target, P, self.prompt)
-        state = drafter.init(self.draft.tree, 1, NUM_PAGES, PAGE_SIZE, 64, jnp.float32)
         begin = dataclasses.replace(ctx, cache=dataclasses.replace(ctx.cache, length=jnp.zeros(1, jnp.int32)))
         tokens, following = jnp.asarray(self.prompt[None, :P]), jnp.asarray(self.prompt[None, P:])
         features = jnp.asarray(a["main.hidden"][None, :P])
-        state = drafter.prefill(self.draft.tree, state, begin, tokens, following, features, jnp.full(1, P))
-        self.case.compare(f"propose ({kind})", drafter.propose(self.draft.tree, state, ctx).tree.tokens[0], np.array(chain))
+        drafted = draft_chain(drafter, self.draft.tree, begin, ctx, tokens, following, features)
+        self.case.compare(f"propose ({kind})", drafted[0], np.array(chain))
         return worst
