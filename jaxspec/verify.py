@@ -110,7 +110,7 @@ def accept_rejection(
 def accept_block(
     tree: DraftTree, probs: Float[Array, "B T V"], coins: Float[Array, "B T"], final_coins: Float[Array, " B"]
 ) -> Acceptance:
-    """Block verification over a chain (Sun et al. 2024, arXiv 2403.10444, algorithm 2): exact, and never accepts less.
+    """Block verification over a chain (Sun et al. 2024, arXiv 2403.10444, algorithm 2): exact, and accepts no fewer on average.
 
     Instead of stopping at the first refusal, the longest prefix whose own coin accepts it is taken.
 

@@ -236,9 +236,7 @@ def test_every_node_sees_what_plain_decoding_would_see(seed):
     words = pack_bits(jnp.asarray(random.random((batch, nodes, V)) < 0.8))
     state = state_of(*PENALTIES, stops=(2, 4))
     ones = jnp.ones(batch, jnp.int32)
-    whole = process_logits(
-        jnp.asarray(logits), state, tree, jnp.asarray(history), length * ones, prompt * ones, words
-    )
+    whole = process_logits(jnp.asarray(logits), state, tree, jnp.asarray(history), length * ones, prompt * ones, words)
     for t in range(nodes):
         plain_history, plain_length = history.copy(), np.full(batch, length)
         for b in range(batch):
@@ -273,9 +271,7 @@ def test_min_new_tokens_counts_the_output_only():
 def test_tokens_outside_the_vocabulary_are_ignored():
     state = state_of(SamplingParams(frequency_penalty=1.0))
     tree = from_parents(jnp.asarray([[1, V, -1, 2]]), jnp.asarray([[-1, 0, 1, 2]]), jnp.ones((1, 4), bool), max_depth=3)
-    out = process_logits(
-        jnp.zeros((1, 4, V)), state, tree, jnp.asarray([[V + 5, -7, 1]]), jnp.asarray([3]), jnp.asarray([1])
-    )
+    out = process_logits(jnp.zeros((1, 4, V)), state, tree, jnp.asarray([[V + 5, -7, 1]]), jnp.asarray([3]), jnp.asarray([1]))
     assert [np.flatnonzero(row).tolist() for row in np.asarray(out[0])] == [[1], [1], [1], [1, 2]]
 
 

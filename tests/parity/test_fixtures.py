@@ -1,5 +1,6 @@
 """The golden cases that ship with the tests, through the checks of `check_fixtures.py`, and the driver itself."""
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,33 @@ def test_corrupted_array_fails(name, array, change, tmp_path, capsys):
     change_array(copy_case(name, tmp_path), array, change)
     assert check_fixtures.main([str(tmp_path)]) == 1
     assert capsys.readouterr().out.startswith(f"{name} FAIL Mismatch: ")
+
+
+def test_changed_weights_fail(tmp_path, capsys):
+    case = copy_case("target_llama_tied", tmp_path)
+    weights = case / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-400:] = bytes(400)  # the last weights become zero
+    weights.write_bytes(content)
+    assert check_fixtures.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().out.startswith("target_llama_tied FAIL Mismatch: ")
+
+
+def test_a_broken_file_fails_alone(tmp_path, capsys):
+    (copy_case("verify_chain", tmp_path) / "io.npz").write_bytes(b"no archive")
+    copy_case("verify_greedy_tree", tmp_path)
+    assert check_fixtures.main([str(tmp_path)]) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("verify_chain FAIL ") and second == "verify_greedy_tree ok 0.0e+00"
+
+
+@pytest.mark.parametrize("pattern, target", CHECKS)
+def test_registered_functions_exist(pattern, target):
+    name, function = target.split(":")
+    name = f"tests.parity.checks.{name}"
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"not built yet: {name}")
+    assert callable(getattr(importlib.import_module(name), function))
 
 
 def test_missing_and_misshapen_arrays_fail(tmp_path):

@@ -153,9 +153,7 @@ def check_tree_builder(folder: Path) -> float:
         beams = jnp.asarray(table[:, 1:].reshape(batch, num_steps - 1, topk))
         root = jnp.asarray(data["bonus"])
         rebuild = jax.jit(partial(select_candidates, num_draft_tokens=nodes, max_depth=num_steps))
-        tree, kept = rebuild(
-            root, jnp.concatenate(scores, 1), jnp.concatenate(tokens, 1), candidate_parents(beams, topk)
-        )
+        tree, kept = rebuild(root, jnp.concatenate(scores, 1), jnp.concatenate(tokens, 1), candidate_parents(beams, topk))
         child, sibling = links(tree)
         mask = np.asarray(unpack_bits(tree.ancestors, nodes))
         got = {
@@ -221,9 +219,7 @@ def check_distributions(folder: Path) -> float:
         drawn = draw(jnp.full(ROUNDS, i), tree.num_nodes)
         accepted = jax.jit(verify.accept_target_only)(*many, *drawn, single, acc)
         node, token = last_and_bonus(accepted)
-        expected = zip(
-            data[f"tree.{table}.outcome_node"].tolist(), data[f"tree.{table}.outcome_token"].tolist(), strict=True
-        )
+        expected = zip(data[f"tree.{table}.outcome_node"].tolist(), data[f"tree.{table}.outcome_token"].tolist(), strict=True)
         outcomes = list(zip(original[0][node].tolist(), token.tolist(), strict=True))
         worst = max(worst, assert_distribution(table, outcomes, list(expected), data[f"tree.{table}.outcome_prob"], level))
 
