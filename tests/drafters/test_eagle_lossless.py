@@ -3,13 +3,24 @@
 import itertools
 from functools import cache
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jaxspec import SpecConfig, generate
-from tests.drafters.eagle_cases import VARIANTS, prompts, random_head, tiny_target, trained
+from jaxspec import SpecConfig, forward, generate
+from jaxspec.drafters import eagle_model
+from jaxspec.loading import DraftParams
+from tests.drafters.eagle_cases import VARIANTS, head_config, prompts, random_head, tiny_target, trained
+from tests.parity.checks.statistics import p_value
 
 TOKENS = 64
-TREES = {"chain": (3, 1, 4), "tree": (3, 3, 7)}
+TREES = {
+    "chain": dict(num_steps=3, topk=1, num_draft_tokens=4),
+    "tree": dict(num_steps=3, topk=3, num_draft_tokens=7),
+    "window": dict(num_steps=3, topk=3, num_draft_tokens=7, draft_window_size=4, draft_sink_size=1),
+    "static": dict(static_tree="0 1 2 00 01 10 000"),
+}
 
 
 @cache
@@ -19,14 +30,12 @@ def plain(trained_target: bool) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-def check(variant: str, tree: str, page_size: int, batch: int, chunk: int | None, **spec) -> float:
+def check(variant: str, tree: str, page_size: int, batch: int, chunk: int | None) -> float:
     learned = variant.startswith("e2e")
     target, head = trained(variant) if learned else (tiny_target(), random_head(variant))
-    steps, topk, nodes = TREES[tree]
-    spec = SpecConfig(num_steps=steps, topk=topk, num_draft_tokens=nodes, **spec)
     answers = generate(
-        target, prompts(target.config.vocab_size)[:batch], draft=head, spec=spec, max_new_tokens=TOKENS, ignore_eos=True,
-        page_size=page_size, prefill_chunk=chunk,
+        target, prompts(target.config.vocab_size)[:batch], draft=head, spec=SpecConfig(**TREES[tree]), max_new_tokens=TOKENS,
+        ignore_eos=True, page_size=page_size, prefill_chunk=chunk,
     )  # fmt: skip
     for answer, expected in zip(answers, plain(learned), strict=False):
         assert answer.tokens == expected
@@ -34,11 +43,11 @@ def check(variant: str, tree: str, page_size: int, batch: int, chunk: int | None
     return sum(answer.stats.accept_length for answer in answers) / batch
 
 
-# Every pair of values of tree, page size, batch and chunk occurs, and every variant.
+# Every pair of values of branching or not, page size, batch and chunk occurs, and every variant.
 PAIRS = [
     ("e2e_eagle3", "tree", 1, 4, 4),
-    ("eagle", "chain", 1, 4, None),
-    ("eagle3", "tree", 16, 1, 4),
+    ("eagle", "static", 1, 4, None),
+    ("eagle3", "window", 16, 1, 4),
     ("eagle31", "chain", 16, 4, 4),
     ("speculators", "tree", 1, 1, None),
     ("deepspec", "chain", 16, 1, None),
@@ -61,3 +70,42 @@ def test_greedy_answers_equal_plain_decoding_in_every_combination(variant):
     trees = ["chain"] if variant == "peagle" else list(TREES)
     for tree, page_size, batch, chunk in itertools.product(trees, (1, 16), (1, 4), (4, None)):
         check(variant, tree, page_size, batch, chunk)
+
+
+SAMPLED = {
+    "tree": ("eagle3", SpecConfig(2, 3, 6)),
+    "rejection": ("eagle3", SpecConfig(2, 1, 3, use_rejection_sampling=True)),
+    "block": ("eagle", SpecConfig(2, 1, 3, use_block_verification=True)),
+    "parallel rejection": ("peagle", SpecConfig(2, 1, 3, use_rejection_sampling=True)),
+}
+
+
+@cache
+def exact(prompt: tuple[int, ...], vocab: int, length: int, temperature: float) -> tuple[list, list[float]]:
+    """All continuations of a length, and their probabilities under the target."""
+    target = tiny_target(vocab)
+    outcomes = list(itertools.product(range(vocab), repeat=length))
+    probs = np.ones(len(outcomes))
+    for given in range(length):
+        prefixes = jnp.asarray([[*prompt, *o[:given]] for o in outcomes], jnp.int32)
+        after = jax.nn.softmax(forward(target, prefixes).logits[:, -1] / temperature, axis=-1)
+        probs *= np.asarray(after)[np.arange(len(outcomes)), [o[given] for o in outcomes]]
+    return outcomes, probs.tolist()
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_answers_have_the_targets_distribution(name):
+    """2000 answers of three tokens against the exact distribution; the reduced draft vocabulary lacks two of six tokens."""
+    (variant, spec), prompt, rows, temperature = SAMPLED[name], (1, 4, 2), 2000, 3.0
+    target = tiny_target(6)
+    settings = VARIANTS[variant] | (dict(draft_vocab_size=4) if variant == "eagle3" else {})
+    config = head_config(target.config, **settings)
+    params = eagle_model.init_params(config, jax.random.key(2))
+    if config.reduced_vocab:
+        params["target_ids"] = jnp.array([0, 2, 3, 5], jnp.int32)
+    answers = generate(
+        target, [list(prompt)] * rows, draft=DraftParams(params, config), spec=spec, temperature=temperature,
+        seed=list(range(rows)), max_new_tokens=3, ignore_eos=True, page_size=4,
+    )  # fmt: skip
+    assert sum(sum(answer.from_draft) for answer in answers) > rows / 20
+    assert p_value([tuple(answer.tokens) for answer in answers], *exact(prompt, 6, 3, temperature)) > 1e-3
