@@ -16,14 +16,14 @@ class Algorithm:
     """An algorithm's entry.
 
     Attributes:
-      resolve: fills in and checks the tree parameters for a target.
+      resolve: (spec as asked for, target's configuration, draft) -> spec: fills in and checks the tree's parameters.
       build: (target, draft, resolved spec) -> (drafter, its parameter tree or None).
       history: (target, draft, resolved spec) -> what `build` and `Drafter.refresh` get as the draft; most take it as it is.
       needs_draft: whether a draft must be given.
       draft_help: what to pass as ``draft``, for error messages.
     """
 
-    resolve: Callable[[SpecConfig, ModelConfig], SpecConfig]
+    resolve: Callable[[SpecConfig, ModelConfig, Any], SpecConfig]
     build: Callable[[Any, Any, SpecConfig], tuple[Drafter, Any]]
     history: Callable[[Any, Any, SpecConfig], Any]
     needs_draft: bool
@@ -33,8 +33,9 @@ class Algorithm:
 def _entry(module: str, needs_draft: bool, draft_help: str) -> Algorithm:
     """An entry whose module is imported when it is first used."""
 
-    def resolve(spec: SpecConfig, config: ModelConfig) -> SpecConfig:
-        return importlib.import_module(module).resolve(spec, config)
+    def resolve(spec: SpecConfig, config: ModelConfig, draft: Any = None) -> SpecConfig:
+        own = getattr(importlib.import_module(module), "resolve_for", None)  # block drafts: the tree follows from the draft
+        return importlib.import_module(module).resolve(spec, config) if own is None else own(spec, config, draft)
 
     def build(target, draft, spec: SpecConfig) -> tuple[Drafter, Any]:
         return importlib.import_module(module).build(target, draft, spec)
@@ -53,6 +54,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "EAGLE3": _entry("jaxspec.drafters.eagle", True, "an EAGLE-3 head (jaxspec.load_draft)"),
     "PEAGLE": _entry("jaxspec.drafters.peagle", True, "a parallel EAGLE head (jaxspec.load_draft)"),
     "NEXTN": _entry("jaxspec.drafters.mtp", False, "MTP layers (jaxspec.load_draft), unless the target came with some"),
+    "DFLASH": _entry("jaxspec.drafters.dflash", True, "a DFlash draft (jaxspec.load_draft)"),
+    "DSPARK": _entry("jaxspec.drafters.dflash", True, "a DSpark draft (jaxspec.load_draft)"),
     "STANDALONE": _entry("jaxspec.drafters.standalone", True, "a smaller model with the same vocabulary (jaxspec.load)"),
 }
 
@@ -90,6 +93,8 @@ def choose(algorithm: str, target, draft) -> tuple[str, Any]:
             return draft_algorithm(candidate), candidate
         return "NGRAM", None
     name, entry = find(algorithm)
+    if name == "EAGLE" and (own or next(map(draft_algorithm, target.drafts.values()), None)) == "NEXTN":
+        name, entry = find("NEXTN")  # SGLang says EAGLE for a target that drafts with its own MTP layers, too
     if own is not None and own != name:
         raise ConfigError(f"algorithm={algorithm!r} was asked for, but the given draft is for {own}: {draft!r}")
     if draft is None:

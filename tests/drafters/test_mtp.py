@@ -147,7 +147,11 @@ def test_positions_before_a_shared_prefix_are_not_written():
 def test_auto_finds_the_targets_own_layers():
     params = target("raw")
     assert registry.choose("auto", params, None) == ("NEXTN", params.drafts["mtp"])
-    assert registry.choose("nextn", params, None) == ("NEXTN", params.drafts["mtp"])
+    for name in ("nextn", "eagle"):  # SGLang's users say either
+        assert registry.choose(name, params, None) == ("NEXTN", params.drafts["mtp"])
+        assert registry.choose(name, dense_target(), params.drafts["mtp"]) == ("NEXTN", params.drafts["mtp"])
+    with pytest.raises(ConfigError, match="algorithm='eagle' needs draft"):
+        registry.choose("eagle", dense_target(), None)
 
 
 @pytest.mark.parametrize(
