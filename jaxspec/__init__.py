@@ -21,9 +21,13 @@ SGLang's S, k and N for num_steps, topk and num_draft_tokens are always spelled 
 """
 
 from jaxspec.config import ConfigError, ModelConfig, SpecConfig
+from jaxspec.conversion import convert
+from jaxspec.drafters.ngram_config import NgramConfig
+from jaxspec.drafters.ngram_history import NgramHistory
 from jaxspec.generation import StreamChunk, generate, stream
-from jaxspec.loading import DraftParams, ModelParams, load, load_draft
+from jaxspec.loading import load, load_draft
 from jaxspec.models.forward import forward
+from jaxspec.params import DraftParams, ModelParams
 from jaxspec.results import GenerationResult, Stats
 from jaxspec.sampling import SamplingParams
 
@@ -33,10 +37,13 @@ __all__ = [
     "GenerationResult",
     "ModelConfig",
     "ModelParams",
+    "NgramConfig",
+    "NgramHistory",
     "SamplingParams",
     "SpecConfig",
     "Stats",
     "StreamChunk",
+    "convert",
     "forward",
     "generate",
     "load",

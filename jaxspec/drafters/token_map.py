@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspec.config import ConfigError
 from jaxspec.conversion.torch_list import read_list
-from jaxspec.loading import DraftParams
+from jaxspec.params import DraftParams
 
 
 def load_token_map(source: str | Path | Sequence[int]) -> tuple[int, ...]:
