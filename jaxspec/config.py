@@ -184,6 +184,8 @@ class SpecConfig:
       use_block_verification: whole-block verification (arXiv 2403.10444); implies sampling from the draft.
       draft_window_size: the draft attends to this many last positions only; None for all.
       draft_sink_size: leading positions that a windowed draft still sees.
+      min_draft_survival: DSPARK with a confidence head: a chain ends before the first draft whose estimated probability of
+        being reached and accepted is below this; 0.0 verifies the whole block.
       token_map: FR-Spec: target ids that an EAGLE-1/2 draft may propose, or a .pt, .npy or .json file of them.
       static_tree: EAGLE-1's fixed tree: words of ranks, rank paths, or a `jaxspec.drafters.static_tree.StaticTree`.
       ngram_max_trie_depth: longest suffix that NGRAM matches.
@@ -204,6 +206,7 @@ class SpecConfig:
     use_block_verification: bool = False
     draft_window_size: int | None = None
     draft_sink_size: int = 0
+    min_draft_survival: float = 0.0
     token_map: str | tuple[int, ...] | None = None
     static_tree: Any = None
     ngram_max_trie_depth: int = 18
@@ -224,6 +227,8 @@ class SpecConfig:
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:
                 raise ConfigError(f"{name}={value} must lie in [0, 1]; 1.0 is lossless")
+        if not 0.0 <= self.min_draft_survival < 1.0:
+            raise ConfigError(f"min_draft_survival={self.min_draft_survival} must lie in [0, 1); 0.0 verifies the whole block")
         if self.draft_window_size is not None and self.draft_window_size < 1:
             raise ConfigError(f"draft_window_size={self.draft_window_size} must be at least 1, or None for no window")
         if self.draft_sink_size < 0:

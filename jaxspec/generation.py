@@ -144,7 +144,7 @@ def start(
     config = params.config
     name, draft = registry.choose(algorithm, params, draft)
     entry = registry.ALGORITHMS[name]
-    spec = entry.resolve(spec, config)
+    spec = entry.resolve(spec, config, draft)
     draft = entry.history(params, draft, spec)
     drafter, draft_tree = entry.build(params, draft, spec)
     program = Program(config, drafter, spec.accept_threshold_single, spec.accept_threshold_acc, spec.verification)

@@ -17,11 +17,13 @@ import numpy as np
 
 from jaxspec.config import ModelConfig, RopeConfig
 from jaxspec.conversion import deepseek, hf, mtp
+from jaxspec.conversion.dflash_export import export_dflash
 from jaxspec.conversion.eagle_export import export_eagle
 from jaxspec.conversion.errors import ConversionError
 from jaxspec.conversion.mapping import FLOAT32_LEAVES, Rule, cast, expected_shapes, flatten, is_float, unbuild
 from jaxspec.conversion.readers import SAFETENSORS_DTYPES, TensorSource
 from jaxspec.conversion.tokenizer import TokenizerFiles
+from jaxspec.drafters.dflash_config import DFlashConfig
 from jaxspec.drafters.eagle_config import EagleConfig
 from jaxspec.drafters.mtp_config import MtpConfig
 
@@ -189,7 +191,17 @@ def eagle_export(config: EagleConfig) -> Export:
     return Export(tuple(rules), keys)
 
 
-EXPORTERS: dict[type, Callable[[Any], Export]] = {ModelConfig: model_export, EagleConfig: eagle_export}
+def dflash_export(config: DFlashConfig) -> Export:
+    """A block draft in the layout that it came in."""
+    rules, keys = export_dflash(config, common_keys(config.layers))
+    return Export(tuple(rules), keys)
+
+
+EXPORTERS: dict[type, Callable[[Any], Export]] = {
+    ModelConfig: model_export,
+    EagleConfig: eagle_export,
+    DFlashConfig: dflash_export,
+}
 """Class of configuration → its published format."""
 
 Companion = Callable[[Any, ModelConfig, list[Rule], str], tuple[list[Rule], dict[str, Any]]]

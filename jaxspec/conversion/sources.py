@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from jaxspec.config import ModelConfig
-from jaxspec.conversion import deepseek, eagle, gguf, gguf_reader, gguf_tokenizer, hf, hf_config, mtp, store
+from jaxspec.conversion import deepseek, dflash, eagle, gguf, gguf_reader, gguf_tokenizer, hf, hf_config, mtp, store
 from jaxspec.conversion.errors import ConversionError, MissingFileError
 from jaxspec.conversion.mapping import COPY, Ignored, Rule, build, check, flatten, table
 from jaxspec.conversion.readers import TensorSource, open_tensors
 from jaxspec.conversion.tokenizer import TokenizerFiles
+from jaxspec.drafters.dflash_config import DFlashConfig
+from jaxspec.drafters.dflash_model import param_shapes as dflash_shapes
 from jaxspec.drafters.eagle_config import EagleConfig
 from jaxspec.drafters.eagle_model import param_shapes as eagle_shapes
 from jaxspec.drafters.mtp_config import MtpConfig
@@ -158,6 +160,12 @@ def open_eagle(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
     return Checkpoint(folder, f"{config.algorithm} draft head", Part(config, shapes_of(config), tuple(rules)), tensors, ignored)
 
 
+def open_dflash(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
+    """A block draft (DFlash, DSpark) in any published layout."""
+    config, tensors, rules, ignored = dflash.open_dflash(folder, target)
+    return Checkpoint(folder, f"{config.algorithm} draft", Part(config, shapes_of(config), tuple(rules)), tensors, ignored)
+
+
 def open_gguf(file: Path, target: ModelConfig | None = None) -> Checkpoint:
     """A GGUF file, dequantised to float32 as it is read."""
     del target
@@ -167,7 +175,12 @@ def open_gguf(file: Path, target: ModelConfig | None = None) -> Checkpoint:
     return Checkpoint(file, "GGUF file", main, reader, gguf.IGNORED, tokenizer)
 
 
-SHAPES: dict[type, Callable[[Any], Mapping]] = {ModelConfig: param_shapes, MtpConfig: mtp_shapes, EagleConfig: eagle_shapes}
+SHAPES: dict[type, Callable[[Any], Mapping]] = {
+    ModelConfig: param_shapes,
+    MtpConfig: mtp_shapes,
+    EagleConfig: eagle_shapes,
+    DFlashConfig: dflash_shapes,
+}
 """Configuration class → the shapes of its parameter tree."""
 
 
@@ -179,6 +192,7 @@ def shapes_of(config: Any) -> Mapping:
 RECOGNISERS: list[Recogniser] = [
     Recogniser("converted folder", lambda p: p.is_dir() and store.is_converted(p), open_converted),
     Recogniser("Qwen3-Next folder", lambda p: p.is_dir() and mtp.has_hybrid_mtp(p), open_hybrid_mtp),
+    Recogniser("block draft", dflash.matches, open_dflash),
     Recogniser("EAGLE draft head", eagle.matches, open_eagle),
     Recogniser("Hugging Face folder", lambda p: p.is_dir() and (p / "config.json").exists(), open_hf),
     Recogniser("GGUF file", gguf_reader.is_gguf, open_gguf),

@@ -24,13 +24,14 @@ from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.conversion.errors import ConversionError, MissingFileError
 from jaxspec.conversion.mapping import FLOAT32_LEAVES, flatten, is_float, unflatten
 from jaxspec.conversion.readers import TensorInfo
+from jaxspec.drafters.dflash_config import DFlashConfig
 from jaxspec.drafters.eagle_config import EagleConfig
 from jaxspec.drafters.mtp_config import MtpConfig
 
 FORMAT_VERSION = 1
 SHARD_BYTES = 1 << 27
 
-CONFIG_TYPES: dict[str, type] = {"model": ModelConfig, "mtp": MtpConfig, "eagle": EagleConfig}
+CONFIG_TYPES: dict[str, type] = {"model": ModelConfig, "mtp": MtpConfig, "eagle": EagleConfig, "dflash": DFlashConfig}
 """``kind`` of a converted folder → its configuration class, which has ``to_json`` and ``from_json``."""
 
 
