@@ -246,8 +246,8 @@ def read_heads(options: dict, info: Mapping[str, TensorInfo], names: Names, hidd
         extra = estimate.shape[1] - hidden
         if extra not in (0, found.get("markov_rank", 0)):
             raise ConversionError(
-                f"confidence_head.proj.weight reads {estimate.shape[1]} channels, expected {hidden} (hidden) or {hidden} and the "
-                f"Markov rank"
+                f"confidence_head.proj.weight reads {estimate.shape[1]} channels, expected {hidden} (hidden), or those and the "
+                "Markov rank"
             )
         found["confidence"] = "markov" if extra else "hidden"
         agree("confidence_head_with_markov", options.get("confidence_head_with_markov"), bool(extra))

@@ -61,7 +61,8 @@ def param_shapes(config: DFlashConfig) -> dict:
 
 def init_params(config: DFlashConfig, key: jax.Array, dtype=jnp.float32) -> dict:
     """Random parameters as in `decoder.init_tree`; convolutions begin as the identity, draft ids as the first target ids."""
-    params = decoder.init_tree(param_shapes(config), key, dtype)
+    shapes = {name: part for name, part in param_shapes(config).items() if name != "target_ids"}
+    params = decoder.init_tree(shapes, key, dtype)
     if config.conv_kernel:
         identity = jnp.zeros((2, config.conv_kernel, config.hidden_size), dtype).at[:, 0].set(1)
         for layer in params["layers"].values():
