@@ -34,10 +34,12 @@ def _wide(head_dim: int, value_dim: int) -> bool:
 
 def triton_tiling(rows: int, head_dim: int, value_dim: int, itemsize: int, num_slots: int) -> Tiling:
     """The Triton kernel's tiling for `rows` query rows per kv head, head sizes, bytes per element and table size."""
-    block = 32 if _wide(head_dim, value_dim) or itemsize == 4 else 64
+    if itemsize == 4:  # exact float32 products run outside the tensor cores and want few rows
+        return Tiling(512, 32, rows=16, num_warps=4, num_stages=2)
+    block = 32 if _wide(head_dim, value_dim) else 64
     if rows > 1024:  # a prefill chunk: row tiles fill the chip, a split would only write partial sums
         return Tiling(0, block, rows=64, num_warps=4, num_stages=2)
-    return Tiling(512, block, rows=64, num_warps=4, num_stages=4 if itemsize == 2 and block == 64 else 3)
+    return Tiling(512, block, rows=64, num_warps=4, num_stages=4 if block == 64 else 3)
 
 
 def mosaic_tiling(rows: int, head_dim: int, value_dim: int, itemsize: int, num_slots: int) -> Tiling:

@@ -44,10 +44,10 @@ def _warn_fallback(case: str) -> None:
 
 
 def choose_backend(q: Array, k_pages: Array, v_pages: Array, capability: float | None) -> Backend:
-    """The back end for a case: Mosaic on Hopper and later, Triton on other CUDA GPUs, the reference for the rest."""
+    """The back end for a case: Mosaic on Hopper (whose wgmma no other chip has), Triton on other CUDA GPUs, else the reference."""
     if capability is None:
         return "reference"
-    if capability >= 9.0 and _mosaic() is not None and _mosaic().serves(q, k_pages, v_pages):
+    if 9.0 <= capability < 10.0 and _mosaic() is not None and _mosaic().serves(q, k_pages, v_pages):
         return "mosaic"
     if capability >= 8.0 and tree_attention_triton.serves(q, k_pages, v_pages):
         return "triton"

@@ -1,4 +1,4 @@
-"""Tree attention for Pallas' Mosaic GPU back end (Hopper and later, jax 0.11 and later).
+"""Tree attention for Pallas' Mosaic GPU back end (Hopper, jax 0.11 and later).
 
 The work is cut as in `tree_attention_triton`: one program per (kv head, row tile, split, sequence), then a merge. Keys and
 values arrive by TMA, one copy per page and head, in a ring of `num_stages` blocks; the products are wgmma. A program is
@@ -102,7 +102,7 @@ def _attention(
         sinks = jnp.minimum(_divide(jnp.maximum(min(sink, num_slots) - start, 0) + (block - 1), block), near)
     steps = sinks + blocks - near
     first_row = tile * (R * warpgroups) + wg * R
-    rows = pl.ds(first_row, R)
+    rows = pl.ds(first_row, R)  # may reach beyond the rows of q
 
     def first_slot(i):
         return start + (i if window is None else jnp.where(i < sinks, i, near + i - sinks)) * block
@@ -289,9 +289,7 @@ def _merge(
     def add(i, carry):
         acc, tops, totals = carry
         at = [jnp.minimum(i * MERGE_CHUNK + c, splits - 1) for c in range(MERGE_CHUNK)]
-        live = [
-            (s < stop) & ((s >= first) | (s < sinks)) for s in (i * MERGE_CHUNK + c for c in range(MERGE_CHUNK))
-        ]
+        live = [(s < stop) & ((s >= first) | (s < sinks)) for s in (i * MERGE_CHUNK + c for c in range(MERGE_CHUNK))]
         lses = [[lse_ref[b, s, head, row + j] for j in range(together)] for s in at]
         values = [plgpu.load(part_ref.at[b, s, head, pl.ds(row * Dv, size)], layout=layout, optimized=False) for s in at]
         lses = [[jnp.where(ok, x, MASKED) for x in xs] for ok, xs in zip(live, lses, strict=True)]
@@ -316,6 +314,7 @@ def _merge(
         out_ref[b, head, pl.ds(row * Dv, size)] = acc
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "window", "sink", "softcap", "tiling", "interpret"))
 def tree_attention(
     q: Float[Array, "B T H Dk"],
     k_pages: Float[Array, "P S K Dk"],
@@ -361,7 +360,8 @@ def tree_attention(
     nearest = positions.min(axis=1)
     words, position = jnp.moveaxis(as_rows(words, 0), 1, 2), as_rows(positions, 0)
     grouped = q.reshape(B, T, K, G, Dk).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, Dk)
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, padded - T * G), (0, 0)))
+    # TMA fills rows beyond the array's with zeros, but cuts the rows in eights: eight or fewer are one piece.
+    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, -(T * G) % 8 if T * G > 8 else 0), (0, 0)))
 
     limits = {"causal": causal, "num_inflight": M, "window": window, "sink": sink, "split": split, "T": T}
     kernel = functools.partial(
@@ -392,9 +392,7 @@ def tree_attention(
             plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages) if warpgroups > 1 else None,
         ),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=not interpret
-        ),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=not interpret),
         interpret=interpret or None,
         **threads,
     )(grouped, k_pages, v_pages, page_table, length, words, used, position, nearest)
@@ -406,15 +404,11 @@ def tree_attention(
     neighbours = G % together == 0
     groups = pl.cdiv(T * G, together)
     merged = plgpu.kernel(
-        functools.partial(
-            _merge, together=together, neighbours=neighbours, G=G, Dv=Dv, num_slots=num_slots, **limits
-        ),
+        functools.partial(_merge, together=together, neighbours=neighbours, G=G, Dv=Dv, num_slots=num_slots, **limits),
         out_type=jax.ShapeDtypeStruct((B, T, H * Dv) if neighbours else (B, K, groups * together * Dv), q.dtype),
         grid=(B, groups, K),
         grid_names=("batch", "rows", "kv_head"),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=not interpret
-        ),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=not interpret),
         interpret=interpret or None,
     )(out.reshape(B, splits, K, padded * Dv), lse, length, jnp.pad(positions, ((0, 0), (0, together)), mode="edge"))
     if neighbours:

@@ -77,7 +77,9 @@ def _attention(
     T, H, Dk = q_ref.shape[1:]
     S, K, Dv = v_ref.shape[1:]
     G, A = H // K, words_ref.shape[2]
-    num_slots = table_ref.shape[1] * S
+    N = table_ref.shape[1]
+    num_slots = N * S
+    one_page = block <= S and S % block == 0
     common = jnp.promote_types(q_ref.dtype, k_ref.dtype)
 
     row = tile * rows + jnp.arange(rows)
@@ -103,18 +105,20 @@ def _attention(
         if window is not None:
             position = plt.load(position_ref.at[b, t])
 
-        def attend(first, carry, masked):
-            accs, m, total = carry
+        def pages_of(first):
+            """Pages of a block: one, or one per slot. Loaded a step ahead, so that no key waits for its page."""
+            if one_page:
+                return table_ref[b, jnp.minimum(_divide(first, S), N - 1)]
+            return plt.load(table_ref.at[b, jnp.minimum(_divide(first + jnp.arange(block), S), N - 1)])
+
+        def attend(first, following, carry, masked):
+            accs, m, total, page = carry
             slot = first + jnp.arange(block)
-            live = {"mask": slot < stop, "other": 0} if masked else {}
-            if block <= S and S % block == 0:  # one page a block
-                page = table_ref[b, _divide(first, S)]
-                inside = lax.rem(first, S) + jnp.arange(block)[:, None]
-            else:
-                page = plt.load(table_ref.at[b, _divide(slot, S)], **live)[:, None]
-                inside = lax.rem(slot, jnp.asarray(S, slot.dtype))[:, None]
-            if masked:
-                live = {"mask": live["mask"][:, None], "other": 0.0}
+            inside = lax.rem(first, S) + jnp.arange(block) if one_page else lax.rem(slot, jnp.asarray(S, slot.dtype))
+            inside = inside[:, None]
+            ahead = pages_of(following)
+            page = page if one_page else page[:, None]
+            live = {"mask": (slot < stop)[:, None], "other": 0.0} if masked else {}
             keys = [plt.load(k_ref.at[page, inside, head, channels(c)], **live) for c in channel_chunks(Dk)]
             values = [plt.load(v_ref.at[page, inside, head, channels(c)], **live) for c in channel_chunks(Dv)]
 
@@ -144,10 +148,10 @@ def _attention(
             alpha = jnp.exp2(m - m_new)
             weights = p.astype(v_ref.dtype)  # and their sum normalises what is really multiplied
             accs = tuple(acc * alpha[:, None] + _dot(weights, vc) for acc, vc in zip(accs, values, strict=True))
-            return accs, m_new, total * alpha + weights.astype(jnp.float32).sum(axis=1)
+            return accs, m_new, total * alpha + weights.astype(jnp.float32).sum(axis=1), ahead
 
         def loop(lower, upper, carry, *, masked, first_of):
-            return lax.fori_loop(lower, upper, lambda i, c: attend(first_of(i), c, masked), carry)
+            return lax.fori_loop(lower, upper, lambda i, c: attend(first_of(i), first_of(i + 1), c, masked), carry)
 
         carry = (
             tuple(jnp.zeros((rows, size), jnp.float32) for _, size in channel_chunks(Dv)),
@@ -158,7 +162,7 @@ def _attention(
         if window is None:
             full = jnp.minimum(_divide(jnp.maximum(length - start, 0), block), blocks)
             at = lambda i: start + i * block  # noqa: E731
-            carry = loop(0, full, carry, masked=False, first_of=at)
+            carry = loop(0, full, (*carry, pages_of(start)), masked=False, first_of=at)
             carry = loop(full, blocks, carry, masked=True, first_of=at)
         else:  # the blocks with sinks, then those from the first key in any row's window on
             lowest = jnp.where(row_live, position, jnp.iinfo(jnp.int32).max).min()
@@ -166,8 +170,8 @@ def _attention(
             near = jnp.minimum(_divide(jnp.maximum(near - start, 0), block), blocks)
             sinks = jnp.minimum(_divide(jnp.maximum(min(sink, num_slots) - start, 0) + block - 1, block), near)
             at = lambda i: start + jnp.where(i < sinks, i, near + i - sinks) * block  # noqa: E731
-            carry = loop(0, sinks + blocks - near, carry, masked=True, first_of=at)
-        accs, m, total = carry
+            carry = loop(0, sinks + blocks - near, (*carry, pages_of(at(0))), masked=True, first_of=at)
+        accs, m, total, _ = carry
 
         empty = total == 0.0
         total = jnp.where(empty, 1.0, total)
@@ -236,6 +240,7 @@ def _merge(
         plt.store(out_ref.at[b, t, h, offset + jnp.arange(size)], (acc / total).astype(out_ref.dtype))
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "window", "sink", "softcap", "tiling", "interpret"))
 def tree_attention(
     q: Float[Array, "B T H Dk"],
     k_pages: Float[Array, "P S K Dk"],

@@ -156,6 +156,7 @@ def test_choice_of_backend():
     assert entry.choose_backend(*shapes(128, 128), 9.0) == hopper
     assert entry.choose_backend(*shapes(192, 128), 9.0) == hopper
     assert entry.choose_backend(*shapes(128, 128), 8.6) == "triton"
+    assert entry.choose_backend(*shapes(128, 128), 10.0) == "triton"
     assert entry.choose_backend(*shapes(128, 128, S=1), 9.0) == "triton"
     assert entry.choose_backend(*shapes(80, 80), 9.0) == "triton"
     assert entry.choose_backend(*shapes(64, 64, q=jnp.float32, cache=jnp.float32), 9.0) == "triton"
