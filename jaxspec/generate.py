@@ -94,7 +94,8 @@ def main(argv: list[str] | None = None) -> int:
 
     out = sys.stderr if args.json else sys.stdout
     params = jaxspec.load(args.model, dtype=args.dtype)
-    draft = None if args.draft is None else jaxspec.load_draft(args.draft, params, algorithm=args.algorithm, dtype=args.dtype)
+    wanted = None if args.algorithm.lower() == "auto" else args.algorithm
+    draft = None if args.draft is None else jaxspec.load_draft(args.draft, params, algorithm=wanted, dtype=args.dtype)
     options = {
         "draft": draft, "algorithm": args.algorithm, "spec": cli.spec_from(args), "chat": False if args.raw else "auto",
         **{name: getattr(args, name) for name in (

@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -296,10 +297,15 @@ def prepare(params, prompt, options: dict[str, Any]) -> tuple[Session, bool, tup
         )
         for seed in seeds
     ]  # fmt: skip
+    draft = options["draft"]
+    if isinstance(draft, str | Path):
+        from jaxspec.loading import load_draft
+
+        draft = load_draft(draft, params)
     given = {n: options[n] for n in ("num_steps", "topk", "num_draft_tokens") if options[n] is not None}
     stop_ids = sorted({*params.config.stop_token_ids, *(options["stop_token_ids"] or ())})
     session = start(
-        params, prompts, draft=options["draft"], algorithm=options["algorithm"],
+        params, prompts, draft=draft, algorithm=options["algorithm"],
         spec=dataclasses.replace(options["spec"] or SpecConfig(), **given), sampling=sampling,
         stop_ids=[stop_ids] * len(prompts), ignore_eos=options["ignore_eos"], max_new_tokens=max_new_tokens,
         page_size=page_size, prefill_size=chunk,
@@ -339,7 +345,8 @@ def generate(
       params: the target, from `jaxspec.load`.
       prompt: a string, a message list (dicts with role and content) or token ids; or a list of any of these: a batch. Text
         goes through the model's chat template when it has one; token ids are fed as they are.
-      draft: a loaded draft or smaller model, or an `NgramHistory`; None takes a draft that came with `params`.
+      draft: a loaded draft or smaller model, a path or hub id of one, or an `NgramHistory`; None takes a draft that came
+        with `params`.
       algorithm: SGLang's name in any case ("ngram", "STANDALONE", "none", …), or "auto".
       num_steps, topk, num_draft_tokens: the tree; all three or none, but NGRAM takes num_draft_tokens alone.
       max_new_tokens: tokens per answer; fewer where the model's context ends.
