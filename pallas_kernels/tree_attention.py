@@ -44,7 +44,7 @@ def _warn_fallback(case: str) -> None:
 
 
 def choose_backend(q: Array, k_pages: Array, v_pages: Array, capability: float | None) -> Backend:
-    """The back end for a case: Mosaic on Hopper (whose wgmma no other chip has), Triton on other CUDA GPUs, else the reference."""
+    """The back end for a case: Mosaic on Hopper (no other chip has its wgmma), Triton on other CUDA GPUs, or the reference."""
     if capability is None:
         return "reference"
     if 9.0 <= capability < 10.0 and _mosaic() is not None and _mosaic().serves(q, k_pages, v_pages):

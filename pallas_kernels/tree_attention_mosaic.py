@@ -66,6 +66,7 @@ def _attention(
     k_ready,
     v_ready,
     free,
+    clean,
     *,
     block: int,
     stages: int,
@@ -171,7 +172,16 @@ def _attention(
             acc = acc * over(alpha, Dv)
             plgpu.barrier_wait(v_ready.at[slot])
             if masked:  # 0 * NaN is NaN: what nobody sees must be zero before the product
-                scrub(slot, first, indices)
+                if warpgroups == 1:
+                    scrub(slot, first, indices)
+                else:
+
+                    @pl.when(leads)
+                    def _():
+                        scrub(slot, first, indices)
+                        plgpu.barrier_arrive(clean.at[slot])
+
+                    plgpu.barrier_wait(clean.at[slot])
 
             if in_registers:
 
@@ -391,6 +401,7 @@ def tree_attention(
             plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
             plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages) if warpgroups > 1 else None,
+            plgpu.Barrier(num_barriers=stages) if warpgroups > 1 else None,
         ),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=not interpret),
         interpret=interpret or None,

@@ -430,7 +430,8 @@ def main():
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if options.child:
-        return child(options.child, out, options.budget)
+        child(options.child, out, options.budget)
+        return
     stop = time.time() + options.budget
     for part in options.parts.split(","):
         if part not in PARTS:

@@ -1,6 +1,7 @@
 """The GPU suite: `python -m pytest tests/gpu -q`, or with `-n 8` where pytest-xdist is installed. Skipped without a GPU."""
 
 import os
+import pathlib
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several workers may share the card
 
@@ -9,9 +10,10 @@ import pytest  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
-    """Without a GPU every test of this folder is skipped."""
-    if jax.default_backend() == "gpu":
-        return
+    """Marks this folder's tests; without a GPU they are skipped."""
+    has_gpu = jax.default_backend() == "gpu"
     for item in items:
-        if "tests/gpu" in str(item.path).replace(os.sep, "/"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if pathlib.Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not has_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

@@ -99,7 +99,7 @@ MOSAIC_CASES = (
 
 @needs_mosaic
 @pytest.mark.parametrize("case", MOSAIC_CASES, ids=lambda c: c.name)
-def test_mosaic(case):
+def test_mosaic(case, capfd):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     arguments, options = build(case, jnp.bfloat16)
@@ -109,6 +109,7 @@ def test_mosaic(case):
         interpret=plgpu.InterpretGPUParams(detect_races=True),
     )  # fmt: skip
     assert row_error(got, want) <= TOLERANCE["bfloat16"]
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())  # how the interpreter reports one
 
 
 def pretend_h200():
