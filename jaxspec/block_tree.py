@@ -46,7 +46,7 @@ def best_first(
       tokens: their target ids, distinct within a depth.
       num_nodes: the budget; nodes beyond what D and K allow are padding.
       whole_families: JetSpec's way (arXiv 2606.18394): expanding a node adds all its K children at once until the budget is
-        full. Fewer steps, but not the best tree of its size.
+        full. Fewer steps, but not the best tree of its size; impossible candidates take up room as padding.
     """
     batch, depths, width = log_probs.shape
     log_probs = log_probs.astype(jnp.float32)

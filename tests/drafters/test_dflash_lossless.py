@@ -1,0 +1,116 @@
+"""Answers with block drafts equal plain decoding's: token by token when greedy, in distribution when sampled."""
+
+import itertools
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import SpecConfig, forward, generate
+from jaxspec.drafters import dflash
+from tests.drafters.dflash_cases import VARIANTS, VOCAB, random_draft, target
+from tests.drafters.eagle_cases import prompts
+from tests.parity.checks.statistics import p_value
+
+TOKENS = 64
+TREES = {"chain": {}, "tree": {"topk": 3, "num_draft_tokens": 9}}
+
+
+@cache
+def plain() -> list[list[int]]:
+    answers = generate(target(), prompts(VOCAB), algorithm="none", max_new_tokens=TOKENS, ignore_eos=True)
+    return [answer.tokens for answer in answers]
+
+
+def check(variant: str, tree: str, page_size: int, batch: int, chunk: int | None, **spec) -> float:
+    draft = random_draft(variant)
+    answers = generate(
+        target(), prompts(VOCAB)[:batch], draft=draft, spec=SpecConfig(**TREES[tree], **spec), max_new_tokens=TOKENS,
+        ignore_eos=True, page_size=page_size, prefill_chunk=chunk,
+    )  # fmt: skip
+    for answer, expected in zip(answers, plain(), strict=False):
+        assert answer.tokens == expected
+        assert answer.stats.algorithm == draft.config.algorithm
+    return sum(answer.stats.accept_length for answer in answers) / batch
+
+
+# Every pair of values of tree, page size, batch and chunk occurs, and every family.
+PAIRS = [
+    ("dflash", "tree", 1, 4, 4),
+    ("sliding", "chain", 1, 4, None),
+    ("symmetric", "tree", 16, 1, 4),
+    ("dflash2", "chain", 16, 4, 4),
+    ("causal head", "tree", 1, 1, None),
+    ("deepspec", "chain", 16, 1, None),
+    ("speculators", "tree", 16, 4, None),
+    ("dspark", "chain", 1, 1, 4),
+    ("dspark gated", "tree", 16, 4, 4),
+    ("dspark rnn", "tree", 1, 1, None),
+]
+
+
+@pytest.mark.parametrize("variant, tree, page_size, batch, chunk", PAIRS)
+def test_greedy_answers_equal_plain_decoding(variant, tree, page_size, batch, chunk):
+    assert check(variant, tree, page_size, batch, chunk) > 1.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_answers_equal_plain_decoding_in_every_combination(variant):
+    for tree, page_size, batch, chunk in itertools.product(TREES, (1, 16), (1, 4), (4, None)):
+        check(variant, tree, page_size, batch, chunk)
+    check(variant, "chain", 16, 4, None, draft_window_size=5, draft_sink_size=1)
+
+
+PROMPT, ROWS, LENGTH, TEMPERATURE = [1, 4, 2], 3000, 3, 3.0
+
+
+@cache
+def exact() -> tuple[list[tuple], list[float]]:
+    """All answers of LENGTH tokens and their probabilities under the target."""
+    outcomes = list(itertools.product(range(VOCAB), repeat=LENGTH))
+    prefixes = jnp.asarray([[*PROMPT, *o[:-1]] for o in outcomes], jnp.int32)
+    probs = np.asarray(jax.nn.softmax(forward(target(), prefixes).logits / TEMPERATURE, axis=-1))
+    rows = np.arange(len(outcomes))
+    return outcomes, np.prod([probs[rows, len(PROMPT) - 1 + i, [o[i] for o in outcomes]] for i in range(LENGTH)], 0).tolist()
+
+
+def p_of(variant: str, **spec) -> float:
+    answers = generate(
+        target(), [PROMPT] * ROWS, draft=random_draft(variant), spec=SpecConfig(**spec), temperature=TEMPERATURE,
+        seed=list(range(ROWS)), max_new_tokens=LENGTH, ignore_eos=True, page_size=4,
+    )  # fmt: skip
+    assert sum(sum(answer.from_draft) for answer in answers) > ROWS / 20
+    return p_value([tuple(answer.tokens) for answer in answers], *exact())
+
+
+# In every mode of verification: target-only over a chain and a tree, rejection, block; heads that draw by themselves.
+SAMPLED = {
+    "greedy chain": ("dflash", {"num_steps": 2}),
+    "greedy tree": ("dflash2", TREES["tree"]),
+    "rejection": ("speculators", {"num_steps": 2, "use_rejection_sampling": True}),
+    "block": ("dspark rnn", {"num_steps": 3, "use_block_verification": True}),
+    "selector": ("dflash2", {"num_steps": 2}),
+    "cut by confidence": ("dspark", {"num_steps": 3, "min_draft_survival": 0.3}),
+}
+LEVEL = 1e-3 / len(SAMPLED)
+
+
+@pytest.mark.parametrize("mode", SAMPLED)
+def test_sampled_answers_have_the_targets_distribution(mode):
+    variant, spec = SAMPLED[mode]
+    assert p_of(variant, **spec) > LEVEL
+
+
+def test_a_wrong_draft_distribution_is_found(monkeypatch):
+    """Otherwise the tests above would show nothing."""
+    right = dflash.draw
+
+    def flat(logits, keys, sampling):
+        q, index = right(logits, keys, sampling)
+        return jnp.full_like(q, 1 / q.shape[-1]), index
+
+    monkeypatch.setattr(dflash, "draw", flat)
+    assert p_of("dspark", num_steps=2) < LEVEL
