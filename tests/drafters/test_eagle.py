@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import ConfigError, SpecConfig, generate, generation
+from jaxspec import ConfigError, SamplingParams, SpecConfig, generate, generation
 from jaxspec.drafters import eagle, peagle
 from jaxspec.drafters.eagle import EagleDrafter
+from jaxspec.drafters.sampled_chain import sampled_chain
 from jaxspec.drafters.static_tree import EAGLE1_TREE, StaticTree
 from jaxspec.drafters.token_map import load_token_map
 from jaxspec.kvcache import LayerKV
 from jaxspec.round import draft, run_rounds
+from jaxspec.sampling import row_keys, sampling_state
 from tests.drafters.eagle_cases import prompts, random_head, tiny_target, trained
+from tests.parity.checks.statistics import p_value
 
 
 class OracleDrafter(EagleDrafter):
@@ -271,3 +274,31 @@ def test_nan_in_free_slots_and_scratch_reaches_nothing():
         poisoned.run(1)
     np.testing.assert_array_equal(poisoned.state.tokens, clean.state.tokens)
     np.testing.assert_array_equal(poisoned.state.round_of, clean.state.round_of)
+
+
+def test_a_sampled_chain_carries_the_distribution_it_was_drawn_from():
+    """Greedy rows propose the argmax with q one-hot; sampled ones follow softmax(logits / temperature), scattered to V."""
+    rows, vocab, ids = 600, 7, jnp.array([1, 2, 4, 6])
+    logits = jnp.array([0.5, 2.0, -1.0, 1.0])
+    settings = [SamplingParams(temperature=0.0 if i % 3 == 0 else 0.7, top_k=2) for i in range(rows)]
+    sampling = sampling_state(settings, vocab, [[]] * rows, [True] * rows)
+    tree, seen = sampled_chain(
+        jnp.zeros(rows, jnp.int32), jnp.broadcast_to(logits, (rows, 4)),
+        lambda level, token, aux: (jnp.broadcast_to(-logits, (rows, 4)), [*aux, token]), [],
+        row_keys(range(rows)), sampling, num_steps=2, vocab_size=vocab, target_ids=ids,
+    )  # fmt: skip
+    assert tree.is_chain
+    assert [t.shape for t in seen] == [(rows,)]
+    greedy = np.arange(rows) % 3 == 0
+    assert (np.asarray(tree.tokens)[greedy, 1:] == [2, 4]).all()
+    for node, scores in ((1, logits), (2, -logits)):
+        q = jax.nn.softmax(scores / 0.7)
+        expected = np.zeros(vocab)
+        expected[np.asarray(ids)] = q
+        np.testing.assert_allclose(tree.draft_probs[1, node], expected, rtol=1e-5)
+        assert tree.draft_probs[0, node].tolist() == np.eye(vocab)[int(ids[jnp.argmax(scores)])].tolist()
+        drawn = np.asarray(tree.tokens)[~greedy, node].tolist()
+        assert p_value(drawn, ids.tolist(), q.tolist()) > 1e-3
+    first, second = np.asarray(tree.tokens)[~greedy, 1:].T
+    same = [np.mean(second[first == i] == 4) for i in (2, 6)]
+    assert abs(same[0] - same[1]) < 0.2  # the two draws of a row are independent
