@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pytree import pytree
+from pallas_kernels import kv_compact, kv_write
 
 SCRATCH_PAGE = 0
 
@@ -74,10 +75,7 @@ def find_slots(page_table: Int[Array, "B N"], page_size: int, index: Int[Array, 
 
 def write(layer: LayerKV, slots: Slots, k: Float[Array, "B T K Dk"], v: Float[Array, "B T K Dv"]) -> LayerKV:
     """Writes new keys and values; in place when the pool is donated."""
-    return LayerKV(
-        layer.k.at[slots.page, slots.slot].set(k.astype(layer.k.dtype)),
-        layer.v.at[slots.page, slots.slot].set(v.astype(layer.v.dtype)),
-    )
+    return LayerKV(*kv_write(layer.k, layer.v, slots.page, slots.slot, k, v))
 
 
 def compact(
@@ -96,7 +94,7 @@ def compact(
     moved = (order < count[:, None]) & (path >= 0)
     source = find_slots(page_table, size, base[:, None] + path, moved)
     target = find_slots(page_table, size, base[:, None] + order, moved)
-    return tuple(write(layer, target, layer.k[source.page, source.slot], layer.v[source.page, source.slot]) for layer in layers)
+    return tuple(LayerKV(*kv_compact(layer.k, layer.v, source, target)) for layer in layers)
 
 
 class OutOfPages(RuntimeError):

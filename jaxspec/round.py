@@ -245,12 +245,21 @@ def run_rounds(
         count, state = carry
         return count + 1, round_step(program, params, draft_params, state)[0]
 
-    return jax.lax.while_loop(running, body, (jnp.int32(0), state))[1]
+    with decoder.full_precision(params):
+        return jax.lax.while_loop(running, body, (jnp.int32(0), state))[1]
 
 
 @partial(jax.jit, static_argnames=("program", "chunk"), donate_argnames="state")
 def prefill_chunk(
     params: dict, draft_params: Any, state: RoundState, start: Int[Array, ""], *, program: Program, chunk: int
+) -> RoundState:
+    """`prefill_step` as one program."""
+    with decoder.full_precision(params):
+        return prefill_step(program, params, draft_params, state, start, chunk)
+
+
+def prefill_step(
+    program: Program, params: dict, draft_params: Any, state: RoundState, start: Int[Array, ""], chunk: int
 ) -> RoundState:
     """Takes in prompt positions start … start + chunk - 1 of every sequence; one whose prompt ends there gets its first token.
 

@@ -1,0 +1,1 @@
+"""Target transformers as pure functions over parameter trees."""

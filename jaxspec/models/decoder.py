@@ -7,6 +7,7 @@ takes `attend` as an argument: paged for decoding, dense causal for `jaxspec.for
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -101,6 +102,12 @@ def init_tree(shapes: dict, key: jax.Array, dtype=jnp.float32, norm_plus_one: bo
 
     keys = jax.random.split(key, len(paths))
     return jax.tree_util.tree_unflatten(tree, [leaf(p, s, k) for (p, s), k in zip(paths, keys, strict=True)])
+
+
+def full_precision(params: dict):
+    """A context in which float32 models multiply in float32: a GPU would round their products to TF32."""
+    exact = params["embedder"]["embedding"].dtype == jnp.float32
+    return jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
 
 
 def embed(params: dict, config: ModelConfig, tokens: Int[Array, "B T"], dtype=None) -> Float[Array, "B T E"]:

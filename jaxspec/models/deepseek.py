@@ -14,7 +14,6 @@ from jaxtyping import Array, Float
 from jaxspec.config import ModelConfig
 from jaxspec.models.layers import apply_rope, dense, rms_norm
 
-
 LATENT_NORM_EPS = 1e-6
 """Both norms on the latents have it, whatever the model's own norms use (the published code passes them no epsilon)."""
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ConfigError
 from jaxspec.models.attend import causal_attend
-from jaxspec.models.decoder import FINAL_NORM, decode, embed, unembed
+from jaxspec.models.decoder import FINAL_NORM, decode, embed, full_precision, unembed
 
 
 class Forward(NamedTuple):
@@ -30,8 +30,7 @@ def _forward(config, tree, tokens: Int[Array, "B T"]) -> Forward:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     taps = (*range(config.num_layers + 1), FINAL_NORM)
     x = embed(tree, config, tokens)
-    precision = "highest" if x.dtype == jnp.float32 else "default"
-    with jax.default_matmul_precision(precision):
+    with full_precision(tree):
         out = decode(tree, config, x, positions, causal_attend(positions), (None,) * config.num_layers, taps)
         logits = unembed(tree, config, out.hidden)
     *hidden, final_norm = jnp.split(out.features, len(taps), axis=-1)
