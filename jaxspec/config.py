@@ -186,6 +186,9 @@ class SpecConfig:
       draft_sink_size: leading positions that a windowed draft still sees.
       min_draft_survival: DSPARK with a confidence head: a chain ends before the first draft whose estimated probability of
         being reached and accepted is below this; 0.0 verifies the whole block.
+      uno_noise: UNO: what stands in the rows that draft: "uniform" random ids, "hash" (ids that follow from the text alone) or
+        "mask" (the adapter's mask token).
+      uno_mask_token_id: UNO: the mask token, where the adapter's file does not name it; random ids stay below it.
       token_map: FR-Spec: target ids that an EAGLE-1/2 draft may propose, or a .pt, .npy or .json file of them.
       static_tree: EAGLE-1's fixed tree: words of ranks, rank paths, or a `jaxspec.drafters.static_tree.StaticTree`.
       ngram_max_trie_depth: longest suffix that NGRAM matches.
@@ -207,6 +210,8 @@ class SpecConfig:
     draft_window_size: int | None = None
     draft_sink_size: int = 0
     min_draft_survival: float = 0.0
+    uno_noise: str = "uniform"
+    uno_mask_token_id: int | None = None
     token_map: str | tuple[int, ...] | None = None
     static_tree: Any = None
     ngram_max_trie_depth: int = 18

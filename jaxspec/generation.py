@@ -246,9 +246,9 @@ def read_answers(session: Session, stop: Sequence[str]) -> list[Answer]:
 def result_of(session: Session, row: int, answer: Answer, first_token_seconds: float) -> GenerationResult:
     """The final result of one answer."""
     spec = session.spec
-    in_rounds = int((answer.round_of > 0).sum())
+    in_rounds, drafter = int((answer.round_of > 0).sum()), session.program.drafter
     stats = Stats(
-        algorithm=session.program.drafter.name,
+        algorithm=drafter.name,
         num_steps=spec.num_steps,
         topk=spec.topk,
         num_draft_tokens=spec.num_draft_tokens,
@@ -259,8 +259,11 @@ def result_of(session: Session, row: int, answer: Answer, first_token_seconds: f
         compile_seconds=session.compile_seconds,
         tokens_per_second=in_rounds / session.decode_seconds if session.decode_seconds else 0.0,
         time_to_first_token=first_token_seconds,
-        **acceptance(answer.from_draft, answer.round_of, answer.proposed_upto, session.program.drafter.max_accept - 1),
-    )
+        **acceptance(
+            answer.from_draft, answer.round_of, answer.proposed_upto, drafter.max_accept - 1 - drafter.num_exact,
+            drafter.target_passes,
+        ),
+    )  # fmt: skip
     tokenizer = session.params.tokenizer
     return GenerationResult(
         text=answer.text,

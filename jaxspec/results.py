@@ -18,6 +18,8 @@ class Stats:
       prompt_tokens, completion_tokens: tokens in and out.
       rounds: draft-and-verify rounds.
       accept_length: tokens emitted by rounds / rounds: bonus tokens in, the prefill's token out. 1.0 for plain decoding.
+      tokens_per_pass: tokens emitted by rounds / passes of the target: accept_length, but half of it for UNO, whose rounds
+        run the target twice.
       accepted: drafts that were emitted.
       proposed: drafts that were proposed.
       accept_by_depth: share of rounds that emitted a draft at depth 1, 2, …
@@ -37,6 +39,7 @@ class Stats:
     completion_tokens: int = 0
     rounds: int = 0
     accept_length: float = 1.0
+    tokens_per_pass: float = 1.0
     accepted: int = 0
     proposed: int = 0
     accept_by_depth: tuple[float, ...] = ()
@@ -58,6 +61,8 @@ class Stats:
             ("tokens", f"{self.prompt_tokens} in, {self.completion_tokens} out, {self.rounds} rounds"),
             ("accept length", f"{self.accept_length:.2f} tokens a round"),
         ]
+        if self.tokens_per_pass != self.accept_length:
+            lines.append(("per pass", f"{self.tokens_per_pass:.2f} tokens a pass of the target"))
         if self.proposed:
             by_depth = " ".join(f"{share:.0%}" for share in self.accept_by_depth)
             lines.append(("drafts", f"{self.accepted} of {self.proposed} proposed were accepted; by depth {by_depth}"))
@@ -98,16 +103,18 @@ class GenerationResult:
 
 
 def acceptance(
-    from_draft: np.ndarray, round_of: np.ndarray, proposed_upto: np.ndarray, max_drafts: int
+    from_draft: np.ndarray, round_of: np.ndarray, proposed_upto: np.ndarray, max_drafts: int, target_passes: int = 1
 ) -> dict[str, int | float | tuple]:
     """Acceptance statistics of one sequence from its token log, whatever cut it.
 
     Args:
       from_draft, round_of, proposed_upto: what `RoundState` recorded for each output token that was kept.
       max_drafts: most drafts that a round can accept.
+      target_passes: how often a round runs the target.
     """
     in_rounds = round_of > 0
     rounds = int(round_of[-1]) if len(round_of) else 0
+    accept_length = float(in_rounds.sum() / rounds) if rounds else 1.0
     drafts = np.bincount(round_of[from_draft & in_rounds], minlength=rounds + 1)[1 : rounds + 1]
     histogram = np.bincount(drafts, minlength=max_drafts + 1)
     reached = [float((drafts > depth).mean()) if rounds else 0.0 for depth in range(max_drafts)]
@@ -115,7 +122,8 @@ def acceptance(
         reached.pop()
     return {
         "rounds": rounds,
-        "accept_length": float(in_rounds.sum() / rounds) if rounds else 1.0,
+        "accept_length": accept_length,
+        "tokens_per_pass": accept_length / target_passes if rounds else 1.0,
         "accepted": int(drafts.sum()),
         "proposed": int(proposed_upto[-1]) if len(proposed_upto) else 0,
         "accept_by_depth": tuple(reached),

@@ -88,7 +88,9 @@ class RoundOutput:
     num_drafts: Int[Array, " B"]
 
 
-def context(program: Program, params: dict, state: RoundState) -> RoundContext:
+def context(
+    program: Program, params: dict, state: RoundState, allowed: UInt32[Array, "B W"] | None = None
+) -> RoundContext:
     """The drafter's view of the state."""
     return RoundContext(
         params=params,
@@ -97,7 +99,9 @@ def context(program: Program, params: dict, state: RoundState) -> RoundContext:
         bonus=state.bonus,
         keys=round_keys(state.keys, state.cache.length),
         sampling=state.sampling,
+        prompt_length=state.prompt_length,
         config=program.config,
+        allowed=allowed,
     )
 
 
@@ -143,10 +147,20 @@ def emit(
     )
 
 
-def draft(program: Program, params: dict, draft_params: Any, state: RoundState) -> Proposal:
-    """The first half of a round: the drafter proposes a tree."""
+def draft(
+    program: Program,
+    params: dict,
+    draft_params: Any,
+    state: RoundState,
+    allowed: UInt32[Array, "B W"] | None = None,
+) -> Proposal:
+    """The first half of a round: the drafter proposes a tree.
+
+    Args:
+      allowed: a grammar's bit mask of what may follow the bonus token, for drafters with exact tokens; None for all.
+    """
     with jax.named_scope("draft"):
-        return program.drafter.propose(draft_params, state.draft, context(program, params, state))
+        return program.drafter.propose(draft_params, state.draft, context(program, params, state, allowed))
 
 
 def verify(

@@ -23,8 +23,8 @@ FLOOR = -1e30
 """Takes the place of NaN and -inf in raw logits: no mass beside any sound logit, yet above a banned token's -inf, so that
 a row of NaN still yields a token that the grammar allows."""
 
-DRAFT, ACCEPT, FINAL = 1, 2, 3
-"""Tags folded into a round's key: drawing drafts, the verifier's coins, the correction or bonus draw."""
+DRAFT, ACCEPT, FINAL, NOISE = 1, 2, 3, 4
+"""Tags folded into a round's key: drawing drafts, the verifier's coins, the correction or bonus draw, UNO's noise."""
 
 
 @pytree(static=("any_sampled", "any_filter", "any_penalty", "any_min_new"))
@@ -132,7 +132,7 @@ def round_keys(keys: Key[Array, " B"], length: Int[Array, " B"]) -> Key[Array, "
 
 
 def tagged(keys: Key[Array, " B"], tag: int) -> Key[Array, " B"]:
-    """Separates the uses of a round's keys; `tag` is DRAFT, ACCEPT or FINAL."""
+    """Separates the uses of a round's keys; `tag` is DRAFT, ACCEPT, FINAL or NOISE."""
     return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, tag)
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from jaxspec.config import ModelConfig
 from jaxspec.kvcache import LayerKV, PagedKVCache
@@ -30,7 +30,10 @@ class RoundContext:
       bonus: that token, the root of the tree to be proposed.
       keys: one random key per sequence, fresh for this round.
       sampling: the requests' sampling parameters.
+      prompt_length: how many of the tokens are prompt.
       config: the target's configuration (static).
+      allowed: a grammar's bit mask over the vocabulary of what may follow the bonus token; None for all. For drafters with
+        exact tokens only: drafts that a grammar forbids are refused by the verifier.
     """
 
     params: Any
@@ -39,7 +42,9 @@ class RoundContext:
     bonus: Int[Array, " B"]
     keys: PRNGKeyArray
     sampling: SamplingState
+    prompt_length: Int[Array, " B"]
     config: ModelConfig
+    allowed: UInt32[Array, "B W"] | None = None
 
 
 @pytree()
@@ -68,10 +73,12 @@ class Drafter:
 
     Class attributes say what the round must provide: `taps` (target features, concatenated in this order along the last
     axis; `FINAL_NORM` or a hidden-state index, see `models.decoder.decode`), `lookahead` (next tokens that prefill needs).
+    `num_exact` is how many exact tokens a proposal holds, `target_passes` how often a round runs the target.
     """
 
     name: ClassVar[str] = "NONE"
     num_exact: ClassVar[int] = 0
+    target_passes: ClassVar[int] = 1
 
     @property
     def taps(self) -> tuple[int, ...]:

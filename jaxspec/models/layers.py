@@ -6,7 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ModelConfig, RopeConfig
 
@@ -14,14 +14,25 @@ from jaxspec.config import ModelConfig, RopeConfig
 def dense(x: Float[Array, "*R I"], layer: dict) -> Float[Array, "*R O"]:
     """x @ kernel + bias: the one place through which every product with a weight goes.
 
-    ``kernel`` is an array [in, out] or a pair {"q": int8 [in, out], "scale": [out]}.
+    ``kernel`` is an array [in, out] or a pair {"q": int8 [in, out], "scale": [out]}. ``lora`` holds the arguments of
+    `gated_lora`; only a draft pass puts it there (`jaxspec.drafters.uno_model.adapted`).
     """
     kernel = layer["kernel"]
     if isinstance(kernel, dict):
         y = (x @ kernel["q"].astype(x.dtype)) * kernel["scale"].astype(x.dtype)
     else:
         y = x @ kernel.astype(x.dtype)
-    return y + layer["bias"].astype(x.dtype) if "bias" in layer else y
+    if "bias" in layer:
+        y = y + layer["bias"].astype(x.dtype)
+    return gated_lora(x, y, **layer["lora"]) if "lora" in layer else y
+
+
+def gated_lora(
+    x: Float[Array, "*R I"], y: Float[Array, "*R O"], a: Array, b: Array, scale: float, gate: Bool[Array, "*R 1"]
+) -> Float[Array, "*R O"]:
+    """y + scale · (x @ a) @ b (Hu et al. 2021, section 4.1) in the rows that `gate` opens; others keep y bit for bit."""
+    update = (x @ a.astype(x.dtype)) @ b.astype(x.dtype)
+    return jnp.where(gate, y + scale * update, y)
 
 
 def rms_norm(x: Float[Array, "*R E"], layer: dict, eps: float, plus_one: bool = False) -> Float[Array, "*R E"]:

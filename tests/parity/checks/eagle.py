@@ -49,6 +49,7 @@ def context(target: ModelParams, length: int, tokens) -> RoundContext:
         bonus=tokens[:, length],
         keys=row_keys([0]),
         sampling=sampling_state([SamplingParams()], target.config.vocab_size, [[]], [True]),
+        prompt_length=jnp.zeros(1, jnp.int32),
         config=target.config,
     )
 
