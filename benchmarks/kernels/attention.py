@@ -27,9 +27,9 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 H, K, D = 32, 8, 128
-PARTS = {"bandwidth": 25, "main": 110, "tilings": 150, "commit": 30, "ncu": 45}  # seconds at most
-POINTS = [(T, L, B) for B in (1, 8) for L in (8192, 32768, 512) for T in (1, 16, 64)]
-SWEEP_POINTS = [(1, 8192, 1), (16, 8192, 1), (16, 32768, 1), (1, 8192, 8), (16, 8192, 8), (64, 8192, 1), (1, 32768, 1)]
+PARTS = {"bandwidth": 25, "main": 130, "commit": 30, "tilings": 130, "ncu": 45}  # seconds at most
+POINTS = [(T, L, B) for L, B in ((8192, 1), (32768, 1), (8192, 8), (512, 1), (32768, 8), (512, 8)) for T in (1, 16, 64)]
+SWEEP_POINTS = [(1, 8192, 1), (16, 8192, 1), (64, 8192, 1), (16, 8192, 8), (16, 32768, 1)]
 
 
 def sweep_tilings(backend: str, T: int):

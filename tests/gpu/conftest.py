@@ -4,6 +4,7 @@ import os
 import pathlib
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several workers may share the card
+os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")  # the references need not be fast, and must not vary
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
