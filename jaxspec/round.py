@@ -7,6 +7,7 @@ NGRAM's trie, is the one exception), so that a scheduler can move rows with one 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,13 +28,21 @@ from jaxspec.verify import Acceptance, accept
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The static half of a round: hashable, one compilation for each (program, shapes)."""
+    """The static half of a round: hashable, one compilation for each (program, shapes).
+
+    Attributes:
+      config: the target.
+      drafter: the algorithm.
+      threshold_single, threshold_acc, verification: see `jaxspec.verify.accept`.
+      acceptance: the verifier; benchmarks put one here that simulates an accept length.
+    """
 
     config: ModelConfig
     drafter: Drafter
     threshold_single: float = 1.0
     threshold_acc: float = 1.0
     verification: str = "target_only"
+    acceptance: Callable[..., Acceptance] = accept
 
 
 @pytree()
@@ -188,10 +197,11 @@ def verify(
             inflight_positions=jnp.where(tree.valid, base[:, None] + tree.depth, -1),
             visible=None if tree.is_chain else tree.ancestors, taps=program.drafter.taps,
         )  # fmt: skip
-    with jax.named_scope("accept"):
+    with jax.named_scope("head"):
         logits = decoder.unembed(params, program.config, out.hidden)
+    with jax.named_scope("accept"):
         logits = process_logits(logits, state.sampling, tree, tokens, base + 1, state.prompt_length, allowed=allowed)
-        accepted = accept(
+        accepted = program.acceptance(
             tree, logits, state.sampling, state.keys, base,
             threshold_single=program.threshold_single, threshold_acc=program.threshold_acc, mode=program.verification,
         )  # fmt: skip

@@ -23,11 +23,13 @@ def paged_attend(
     """Writes the rows' keys and values at `slots`, then runs `pallas_kernels.tree_attention` (its arguments)."""
 
     def attend(layer: LayerKV, q, k, v, *, scale, window, softcap):
-        layer = write(layer, slots, k, v)
-        out = tree_attention(
-            q, layer.k, layer.v, page_table, length, visible, positions, inflight_positions,
-            scale=scale, window=window, sink=sink, softcap=softcap,
-        )  # fmt: skip
+        with jax.named_scope("kv_write"):
+            layer = write(layer, slots, k, v)
+        with jax.named_scope("tree_attention"):
+            out = tree_attention(
+                q, layer.k, layer.v, page_table, length, visible, positions, inflight_positions,
+                scale=scale, window=window, sink=sink, softcap=softcap,
+            )  # fmt: skip
         return out, layer
 
     return attend
