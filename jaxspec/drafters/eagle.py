@@ -44,7 +44,7 @@ class EagleDrafter(Drafter):
     The key/value entries that a beam sees are those of its own ancestors, as in EAGLE's own code and as heads are
     trained. SGLang instead keeps one scratch column per beam index, so that after a re-selection a beam may read the
     entries of a branch it does not continue. Answers are the same (verification is exact); accepted lengths differ by
-    little, since the best path mostly stays in column 0: `benchmarks/eagle_ancestors.py` measures 0 to +0.4 %.
+    little, since the best path mostly stays in column 0: `benchmarks/eagle_ancestors.py` measures -0.3 to +0.4 %.
 
     Attributes:
       draft: the head.
