@@ -119,10 +119,10 @@ def count_layers(info: Mapping[str, TensorInfo], prefix: str) -> int:
 
 def read_variant(raw: dict, info: Mapping[str, TensorInfo], names: Names, target: ModelConfig | None) -> DFlashConfig:
     """The configuration of a draft."""
-    options = dict(raw)
+    inner = raw.get("transformer_layer_config") or raw
+    options = {**inner, **raw}
     for section in SECTIONS:
         options |= {k: v for k, v in (raw.get(section) or {}).items() if v is not None}
-    inner = raw.get("transformer_layer_config") or raw
     for key in ("projector_type", "lilicorr_candidate_topk"):
         if options.get(key) not in (None, "none", "linear"):
             raise ConversionError(f"config.json says {key}={options[key]!r}: Domino and LiLiCorr drafts are not supported")
