@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxspec.config import ModelConfig, RopeConfig
-from jaxspec.conversion import deepseek, hf, mtp
+from jaxspec.conversion import deepseek, hf, mtp, peft
 from jaxspec.conversion.dflash_export import export_dflash
 from jaxspec.conversion.eagle_export import export_eagle
 from jaxspec.conversion.errors import ConversionError
@@ -26,6 +26,7 @@ from jaxspec.conversion.tokenizer import TokenizerFiles
 from jaxspec.drafters.dflash_config import DFlashConfig
 from jaxspec.drafters.eagle_config import EagleConfig
 from jaxspec.drafters.mtp_config import MtpConfig
+from jaxspec.drafters.uno_config import UnoConfig
 
 SHARD_BYTES = 5 * 10**9
 CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
@@ -33,10 +34,12 @@ CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Export:
-    """What is to be written: the rules of a published format, and its ``config.json``."""
+    """What is to be written: the rules of a published format, its ``config.json``, and what both files are called."""
 
     rules: tuple[Rule, ...]
     config: dict[str, Any]
+    weights: str = "model"
+    config_file: str = "config.json"
 
 
 class Part(Protocol):
@@ -197,10 +200,16 @@ def dflash_export(config: DFlashConfig) -> Export:
     return Export(tuple(rules), keys)
 
 
+def uno_export(config: UnoConfig) -> Export:
+    """An adapter as PEFT writes it."""
+    return Export(tuple(peft.rules_of(config)), peft.config_keys(config), "adapter_model", peft.CONFIG_FILE)
+
+
 EXPORTERS: dict[type, Callable[[Any], Export]] = {
     ModelConfig: model_export,
     EagleConfig: eagle_export,
     DFlashConfig: dflash_export,
+    UnoConfig: uno_export,
 }
 """Class of configuration → its published format."""
 
@@ -208,6 +217,9 @@ Companion = Callable[[Any, ModelConfig, list[Rule], str], tuple[list[Rule], dict
 COMPANIONS: dict[type, Companion] = {MtpConfig: mtp.export_with_target}
 """Class of a draft that is published in its target's files → (draft, target, the target's rules, path in front of the draft's
 parameters) → all rules and further keys of ``config.json``."""
+
+FOLDERS: dict[type, str] = {UnoConfig: peft.FOLDER}
+"""Class of a draft that is published beside its target in a folder of its own → that folder."""
 
 
 def export_of(config: Any, drafts: Mapping[str, Any] | None = None) -> Export:
@@ -238,6 +250,8 @@ def write_hf(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes ``model.safetensors`` (or shards with an index), ``config.json``, generation and tokenizer files.
+
+    An adapter's two files have other names (`Export`).
 
     Args:
       main: what to export.
@@ -271,16 +285,18 @@ def write_hf(
     stream = build(main)
     total, weight_map = 0, {}
     for i, rules in enumerate(shards):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        part = "" if len(shards) == 1 else f"-{i + 1:05d}-of-{len(shards):05d}"
+        name = f"{export.weights}{part}.safetensors"
         entries = [entry for rule in rules for entry in stored_tensors(rule, shapes[rule.target], types[rule.target])]
         total += write_safetensors(folder / name, entries, taken(rules, stream))
         weight_map |= {source: name for source, _, _ in entries}
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    stored = types[main.rules[0].target].name
-    config = export.config | {"torch_dtype": stored}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (folder / f"{export.weights}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    config = export.config
+    if export.config_file == "config.json":
+        config = config | {"torch_dtype": types[main.rules[0].target].name}
+    (folder / export.config_file).write_text(json.dumps(config, indent=2) + "\n")
     if isinstance(main.config, ModelConfig) and not (folder / "generation_config.json").exists():
         generation = {k: config[k] for k in ("bos_token_id", "eos_token_id") if config.get(k) is not None}
         (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

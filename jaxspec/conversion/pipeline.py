@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -16,7 +17,7 @@ import numpy as np
 from jaxspec.config import ModelConfig
 from jaxspec.conversion import store
 from jaxspec.conversion.errors import ConversionError
-from jaxspec.conversion.export import export_of, write_hf
+from jaxspec.conversion.export import FOLDERS, export_of, write_hf
 from jaxspec.conversion.sources import Checkpoint, Part, open_checkpoint
 
 DTYPES = {
@@ -115,11 +116,13 @@ def write_converted(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None
 
 
 def export_hf(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, progress: bool) -> None:
-    """Safetensors, ``config.json`` and tokenizer files for transformers."""
-    rules, shapes = checkpoint.joined()
+    """Safetensors, ``config.json`` and tokenizer files for transformers; drafts in the same files or folders of their own."""
+    apart = {name: part for name, part in checkpoint.drafts.items() if type(part.config) in FOLDERS}
+    within = {name: part for name, part in checkpoint.drafts.items() if name not in apart}
+    rules, shapes = dataclasses.replace(checkpoint, drafts=within).joined()
     whole = Part(checkpoint.config, shapes, tuple(rules))
-    export = export_of(checkpoint.config, {name: part.config for name, part in checkpoint.drafts.items()})
-    with bar(len(rules), progress) as advance:
+    export = export_of(checkpoint.config, {name: part.config for name, part in within.items()})
+    with bar(len(rules) + sum(len(part.rules) for part in apart.values()), progress) as advance:
 
         def build(part):
             return advance(checkpoint.build(part, dtype))
@@ -127,6 +130,10 @@ def export_hf(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, prog
         write_hf(
             whole, checkpoint.tensors, folder, export=export, build=build, dtype=dtype, tokenizer=checkpoint.tokenizer
         )  # fmt: skip
+        for part in apart.values():
+            beside = folder / FOLDERS[type(part.config)]
+            beside.mkdir()
+            write_hf(part, checkpoint.tensors, beside, build=build, dtype=dtype)
 
 
 @contextlib.contextmanager

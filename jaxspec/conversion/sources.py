@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.config import ModelConfig
-from jaxspec.conversion import deepseek, dflash, eagle, gguf, gguf_reader, gguf_tokenizer, hf, hf_config, mtp, store
+from jaxspec.conversion import deepseek, dflash, eagle, gguf, gguf_reader, gguf_tokenizer, hf, hf_config, mtp, peft, store
 from jaxspec.conversion.errors import ConversionError, MissingFileError
 from jaxspec.conversion.mapping import COPY, Ignored, Rule, build, check, flatten, table
 from jaxspec.conversion.readers import TensorSource, open_tensors
@@ -25,6 +25,8 @@ from jaxspec.drafters.eagle_config import EagleConfig
 from jaxspec.drafters.eagle_model import param_shapes as eagle_shapes
 from jaxspec.drafters.mtp_config import MtpConfig
 from jaxspec.drafters.mtp_model import param_shapes as mtp_shapes
+from jaxspec.drafters.uno_config import UnoConfig
+from jaxspec.drafters.uno_model import param_shapes as uno_shapes
 from jaxspec.models.decoder import param_shapes
 
 
@@ -48,7 +50,8 @@ class Checkpoint:
       tensors: its tensors.
       ignored: tensors that may stay unused.
       tokenizer: its tokenizer files, if any.
-      drafts: heads stored in the same files (MTP layers), by name; tensors are used once over `main` and all of them.
+      drafts: heads that come along (MTP layers in the same files, UNO's adapter), by name; tensors are used once over
+        `main` and all of them.
     """
 
     source: Path
@@ -140,6 +143,10 @@ def open_hf(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
         drafts["mtp"] = Part(heads, shapes_of(heads), tuple(mtp.mtp_rules(heads, config.num_layers, prefix)))
         ignored += mtp.ignored_copies(heads, config, prefix, head)
         config = replace(config, num_mtp_layers=heads.num_layers)
+    adapter = peft.with_target(folder, config, tensors)
+    if adapter is not None:
+        uno, tensors, rules = adapter
+        drafts["uno"] = Part(uno, shapes_of(uno), tuple(rules))
     main = Part(config, shapes_of(config), tuple(hf.rules_for(config, prefix, head)))
     return Checkpoint(
         folder, "Hugging Face folder", main, tensors, tuple(ignored), TokenizerFiles.of_folder(folder), drafts
@@ -166,6 +173,12 @@ def open_dflash(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
     return Checkpoint(folder, f"{config.algorithm} draft", Part(config, shapes_of(config), tuple(rules)), tensors, ignored)
 
 
+def open_peft(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
+    """A UNO adapter in PEFT's format."""
+    config, tensors, rules = peft.open_peft(folder, target)
+    return Checkpoint(folder, "UNO adapter", Part(config, shapes_of(config), tuple(rules)), tensors)
+
+
 def open_gguf(file: Path, target: ModelConfig | None = None) -> Checkpoint:
     """A GGUF file, dequantised to float32 as it is read."""
     del target
@@ -180,6 +193,7 @@ SHAPES: dict[type, Callable[[Any], Mapping]] = {
     MtpConfig: mtp_shapes,
     EagleConfig: eagle_shapes,
     DFlashConfig: dflash_shapes,
+    UnoConfig: uno_shapes,
 }
 """Configuration class → the shapes of its parameter tree."""
 
@@ -192,6 +206,7 @@ def shapes_of(config: Any) -> Mapping:
 RECOGNISERS: list[Recogniser] = [
     Recogniser("converted folder", lambda p: p.is_dir() and store.is_converted(p), open_converted),
     Recogniser("Qwen3-Next folder", lambda p: p.is_dir() and mtp.has_hybrid_mtp(p), open_hybrid_mtp),
+    Recogniser("PEFT adapter", peft.matches, open_peft),
     Recogniser("block draft", dflash.matches, open_dflash),
     Recogniser("EAGLE draft head", eagle.matches, open_eagle),
     Recogniser("Hugging Face folder", lambda p: p.is_dir() and (p / "config.json").exists(), open_hf),

@@ -27,11 +27,18 @@ from jaxspec.conversion.readers import TensorInfo
 from jaxspec.drafters.dflash_config import DFlashConfig
 from jaxspec.drafters.eagle_config import EagleConfig
 from jaxspec.drafters.mtp_config import MtpConfig
+from jaxspec.drafters.uno_config import UnoConfig
 
 FORMAT_VERSION = 1
 SHARD_BYTES = 1 << 27
 
-CONFIG_TYPES: dict[str, type] = {"model": ModelConfig, "mtp": MtpConfig, "eagle": EagleConfig, "dflash": DFlashConfig}
+CONFIG_TYPES: dict[str, type] = {
+    "model": ModelConfig,
+    "mtp": MtpConfig,
+    "eagle": EagleConfig,
+    "dflash": DFlashConfig,
+    "uno": UnoConfig,
+}
 """``kind`` of a converted folder → its configuration class, which has ``to_json`` and ``from_json``."""
 
 

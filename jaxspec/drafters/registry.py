@@ -56,6 +56,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "NEXTN": _entry("jaxspec.drafters.mtp", False, "MTP layers (jaxspec.load_draft), unless the target came with some"),
     "DFLASH": _entry("jaxspec.drafters.dflash", True, "a DFlash draft (jaxspec.load_draft)"),
     "DSPARK": _entry("jaxspec.drafters.dflash", True, "a DSpark draft (jaxspec.load_draft)"),
+    "UNO": _entry("jaxspec.drafters.uno", True, "a UNO adapter, a PEFT LoRA (jaxspec.load_draft)"),
     "STANDALONE": _entry("jaxspec.drafters.standalone", True, "a smaller model with the same vocabulary (jaxspec.load)"),
 }
 
