@@ -64,6 +64,8 @@ def random_draft(variant: str, seed: int | None = None) -> DraftParams:
     if config.reduced_vocab:
         ids = np.random.default_rng(0).permutation(VOCAB)[: config.draft_vocab_size]
         params["target_ids"] = jnp.asarray(np.sort(ids), jnp.int32)
+    if config.confidence is not None:
+        params["confidence"]["kernel"] *= 4  # sure of itself, one way or the other
     return DraftParams(params, config)
 
 

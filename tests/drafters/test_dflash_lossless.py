@@ -83,6 +83,9 @@ def p_of(variant: str, **spec) -> float:
         seed=list(range(ROWS)), max_new_tokens=LENGTH, ignore_eos=True, page_size=4,
     )  # fmt: skip
     assert sum(sum(answer.from_draft) for answer in answers) > ROWS / 20
+    if "min_draft_survival" in spec:
+        share = np.mean([answer.stats.proposed / answer.stats.rounds for answer in answers]) / spec["num_steps"]
+        assert 0.2 < share < 0.9
     return p_value([tuple(answer.tokens) for answer in answers], *exact())
 
 
