@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         return sub
 
     def drafts(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--draft", help="a draft checkpoint, or with random weights: eagle3, eagle, dflash, or a model's name")
+        sub.add_argument("--draft", help="a draft checkpoint, or with random weights: eagle3, eagle, dflash, uno, a model")
         sub.add_argument("--algorithm", default="auto", help="auto, none, ngram, eagle3, … (default: auto: by the draft)")
 
     def answers(sub: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     p_round.add_argument("--context", type=int, nargs="+", default=(),
                          help="committed tokens of each sequence (default: 512, or the suite's)")  # fmt: skip
     p_round.add_argument("--accept-length", type=float, default=3.0,
-                         help="tokens that a round is made to emit on average; 0: as the target accepts (default: 3)")  # fmt: skip
+                         help="tokens that a round is made to emit on average; 0: as the target does (default: 3)")  # fmt: skip
     p_round.add_argument("--rounds", type=int, nargs=2, default=(4, 36), metavar=("FEW", "MANY"),
                          help="the two loop lengths whose difference is timed (default: 4 36)")  # fmt: skip
     p_round.add_argument("--repeats", type=int, default=5, help="pairs of runs; their median counts (default: 5)")

@@ -33,6 +33,26 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
+XLA_OPTIONS: dict[str, int] = {
+    # Any number of operations may form a CUDA graph. With XLA's own minimum of 5 a step behind a conditional counts as one
+    # operation in jax 0.11 and gets no graph at all.
+    "xla_gpu_graph_min_graph_size": 1,
+}
+"""What jaxspec asks of XLA on a GPU, program by program; a flag of the same name in ``XLA_FLAGS`` wins.
+
+All else stays at XLA's defaults: CUDA graphs around everything but the loop itself, autotuning on. JAX keeps the outcome of
+autotuning beside the compiled programs (`use_compilation_cache`).
+"""
+
+
+def compiler_options() -> dict[str, int]:
+    """`XLA_OPTIONS` for the default device, without those that the user set in ``XLA_FLAGS``; none on a CPU."""
+    if jax.default_backend() not in ("gpu", "cuda"):
+        return {}
+    own = {flag.lstrip("-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+    return {name: value for name, value in XLA_OPTIONS.items() if name not in own}
+
+
 _COMPILED: dict[Any, Any] = {}
 
 
@@ -48,7 +68,7 @@ def compiled(function, *args, **static) -> tuple[Any, float]:
     if key in _COMPILED:
         return _COMPILED[key], 0.0
     start = time.perf_counter()
-    _COMPILED[key] = function.lower(*args, **static).compile()
+    _COMPILED[key] = function.lower(*args, **static).compile(compiler_options())
     return _COMPILED[key], time.perf_counter() - start
 
 

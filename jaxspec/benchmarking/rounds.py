@@ -26,6 +26,7 @@ from jaxspec.benchmarking.reads import round_reads
 from jaxspec.benchmarking.simulated import SimulatedAcceptance
 from jaxspec.config import ConfigError, SpecConfig
 from jaxspec.drafters import registry
+from jaxspec.drafters.base import Drafter
 from jaxspec.kvcache import LayerKV
 from jaxspec.round import RoundState, run_rounds
 from jaxspec.runtime import compiled
@@ -94,13 +95,11 @@ class RoundResult:
         return dataclasses.asdict(self)
 
 
-def max_emitted(case: RoundCase, target: Any, draft: Any) -> int:
-    """Most tokens that a round of the case emits."""
+def _drafter(case: RoundCase, target: Any, draft: Any) -> Drafter:
     name, draft = registry.choose(case.algorithm, target, draft)
     entry = registry.ALGORITHMS[name]
     spec = entry.resolve(case.spec, target.config, draft)
-    drafter, _ = entry.build(target, entry.history(target, draft, spec), spec)
-    return drafter.max_accept if case.accept_length is None else min(drafter.max_accept, math.ceil(case.accept_length))
+    return entry.build(target, entry.history(target, draft, spec), spec)[0]
 
 
 def prepare(case: RoundCase, target: Any, draft: Any, max_rounds: int) -> generation.Session:
@@ -111,7 +110,14 @@ def prepare(case: RoundCase, target: Any, draft: Any, max_rounds: int) -> genera
     """
     if case.batch < 1 or case.context < 1:
         raise ConfigError(f"batch={case.batch} and context={case.context} must be at least 1")
-    room = 2 + max_rounds * max_emitted(case, target, draft)
+    drafter = _drafter(case, target, draft)
+    simulated = None
+    if case.accept_length is not None:  # tokens that are settled while drafting are emitted beside the accepted path
+        simulated = SimulatedAcceptance(max(1.0, case.accept_length - drafter.num_exact))
+    emitted = drafter.max_accept
+    if simulated is not None:
+        emitted = min(emitted, math.ceil(simulated.length) + drafter.num_exact)
+    room = 2 + max_rounds * emitted
     if case.context + room > target.config.max_positions:
         raise ConfigError(
             f"context={case.context} and {max_rounds} rounds need {case.context + room} positions, the target has "
@@ -124,8 +130,8 @@ def prepare(case: RoundCase, target: Any, draft: Any, max_rounds: int) -> genera
         sampling=[SamplingParams(temperature=0.0, seed=i) for i in range(case.batch)], stop_ids=[[]] * case.batch,
         ignore_eos=True, max_new_tokens=room, page_size=case.page_size, prefill_size=None,
     )  # fmt: skip
-    if case.accept_length is not None:
-        session.program = dataclasses.replace(session.program, acceptance=SimulatedAcceptance(case.accept_length))
+    if simulated is not None:
+        session.program = dataclasses.replace(session.program, acceptance=simulated)
     session.state = at_context(fill_pools(session.state), case.context, text)
     return session
 

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import ConfigError, ModelConfig, RopeConfig
-from jaxspec.drafters import dflash_model, eagle_model
+from jaxspec.drafters import dflash_model, eagle_model, uno_model
 from jaxspec.drafters.dflash_config import DFlashConfig
 from jaxspec.drafters.dflash_config import default_taps as dflash_taps
 from jaxspec.drafters.eagle_config import EagleConfig
 from jaxspec.drafters.eagle_config import default_taps as eagle_taps
+from jaxspec.drafters.uno_config import UnoConfig
 from jaxspec.models import decoder
 from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.params import DraftParams, ModelParams
@@ -71,6 +72,11 @@ def dflash(target: ModelConfig, num_layers: int = 5, block_size: int = 16) -> DF
     )  # fmt: skip
 
 
+def uno(target: ModelConfig) -> UnoConfig:
+    """Rank 128 on every linear layer, as the published adapters."""
+    return UnoConfig(target, rank=min(128, target.hidden_size // 4), alpha=2048.0)
+
+
 def _layers(target: ModelConfig, num_layers: int) -> ModelConfig:
     """Plain layers of the target's sizes."""
     return _model(
@@ -83,8 +89,9 @@ DRAFTS: dict[str, tuple[Callable[[ModelConfig], Any], Callable[[Any], dict]]] = 
     "eagle3": (eagle3, eagle_model.param_shapes),
     "eagle": (eagle2, eagle_model.param_shapes),
     "dflash": (dflash, dflash_model.param_shapes),
+    "uno": (uno, uno_model.param_shapes),
 }
-"""Draft heads by name: (configuration for a target, shapes of the parameters)."""
+"""Drafts of a target by name: (configuration for a target, shapes of the parameters)."""
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype", "fan_in"))
@@ -129,7 +136,7 @@ def random_model(name: str, dtype: Any, seed: int = 0) -> ModelParams:
 
 
 def random_draft(name: str, target: ModelConfig, dtype: Any, seed: int = 1) -> DraftParams | ModelParams:
-    """A draft for a target: a head ("eagle3", "eagle", "dflash"), or a model of a built-in shape for STANDALONE."""
+    """A draft for a target: one of `DRAFTS`, or a model of a built-in shape for STANDALONE."""
     if name in DRAFTS:
         make, shapes = DRAFTS[name]
         config = make(target)
