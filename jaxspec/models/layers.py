@@ -30,9 +30,13 @@ def dense(x: Float[Array, "*R I"], layer: dict) -> Float[Array, "*R O"]:
 def gated_lora(
     x: Float[Array, "*R I"], y: Float[Array, "*R O"], a: Array, b: Array, scale: float, gate: Bool[Array, "*R 1"]
 ) -> Float[Array, "*R O"]:
-    """y + scale · (x @ a) @ b (Hu et al. 2021, section 4.1) in the rows that `gate` opens; others keep y bit for bit."""
-    update = (x @ a.astype(x.dtype)) @ b.astype(x.dtype)
-    return jnp.where(gate, y + scale * update, y)
+    """y + scale · (x @ a) @ b (Hu et al. 2021, section 4.1) in the rows that `gate` opens; others keep y bit for bit.
+
+    Whatever is not finite becomes 0: the keys and values of these rows stand in the same pages as those of other rows,
+    where a masked NaN would still be a NaN after a product with 0.
+    """
+    changed = y + scale * ((x @ a.astype(x.dtype)) @ b.astype(x.dtype))
+    return jnp.where(gate, jnp.where(jnp.isfinite(changed), changed, 0), y)
 
 
 def rms_norm(x: Float[Array, "*R E"], layer: dict, eps: float, plus_one: bool = False) -> Float[Array, "*R E"]:
