@@ -86,6 +86,8 @@ def load_draft(
 ) -> DraftParams | ModelParams:
     """Loads a draft: a head of any recognised kind gives `DraftParams`, a whole model `ModelParams` (STANDALONE).
 
+    A whole model that has a draft for `algorithm` in its folder (UNO's releases, MTP layers) gives that draft alone.
+
     Args:
       source: as for `load`.
       target: the model that it drafts for, or its configuration, which some formats need.
@@ -100,7 +102,7 @@ def load_draft(
       ConversionError: as for `load`.
       ConfigError: the draft is for another algorithm.
     """
-    draft = _load_draft(source, getattr(target, "config", target), dtype, revision, cache_dir)
+    draft = _load_draft(source, getattr(target, "config", target), algorithm, dtype, revision, cache_dir)
     found = "STANDALONE" if isinstance(draft, ModelParams) else draft.config.algorithm
     if algorithm is not None and str(algorithm).upper() != found:
         raise ConfigError(f"{source} was asked for as algorithm={algorithm!r}, but it is a draft for {found}")
@@ -112,22 +114,37 @@ def load_draft(
 
 
 def _load_draft(
-    source: str | Path, target: ModelConfig | None, dtype: Any, revision: str | None, cache_dir: str | Path | None
+    source: str | Path,
+    target: ModelConfig | None,
+    algorithm: str | None,
+    dtype: Any,
+    revision: str | None,
+    cache_dir: str | Path | None,
 ) -> DraftParams | ModelParams:
+    def wanted(config: Any) -> bool:
+        return algorithm is not None and config.algorithm == str(algorithm).upper()
+
     path = resolve(source, revision=revision, cache_dir=cache_dir)
     if path.is_dir() and store.is_converted(path):
         config, _ = store.read_config(path)
+        inside = store.draft_folders(path).values() if isinstance(config, ModelConfig) else ()
+        for folder in inside:
+            if wanted(store.read_config(folder)[0]):
+                return _load_draft(folder, target, algorithm, dtype, revision, cache_dir)
         if not isinstance(config, ModelConfig):
             dtype = parse_dtype(default_dtype() if dtype is None else dtype)
             config, tree, _ = _load_converted(path, dtype)
             return DraftParams(tree, config, str(source))
         return load(path, dtype=dtype)
     checkpoint = open_checkpoint(path, target)
-    if isinstance(checkpoint.config, ModelConfig):
-        return load(path, dtype=dtype)
+    part = checkpoint.main
+    if isinstance(part.config, ModelConfig):
+        part = next((p for p in checkpoint.drafts.values() if wanted(p.config)), None)
+        if part is None:
+            return load(path, dtype=dtype)
     checkpoint.check()
     dtype = parse_dtype(default_dtype() if dtype is None else dtype)
-    return DraftParams(build_tree(checkpoint, checkpoint.main, dtype), checkpoint.config, str(source))
+    return DraftParams(build_tree(checkpoint, part, dtype), part.config, str(source))
 
 
 def build_tree(checkpoint: Checkpoint, part: Part, dtype: Any) -> dict:

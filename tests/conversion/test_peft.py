@@ -73,6 +73,7 @@ def test_an_adapter_in_its_targets_folder_comes_with_it(tmp_path):
     alone = load_draft(ADAPTER, target_config(TARGET), dtype=jnp.float32)
     params = load(folder, dtype=jnp.float32)
     same(params.drafts["uno"], alone)
+    same(load_draft(folder, algorithm="uno", dtype=jnp.float32), alone)
     result = generate(params, [1, 2, 3], max_new_tokens=6, ignore_eos=True)
     assert result.stats.algorithm == "UNO"
     assert result.tokens == generate(params, [1, 2, 3], algorithm="none", max_new_tokens=6, ignore_eos=True).tokens
@@ -80,6 +81,7 @@ def test_an_adapter_in_its_targets_folder_comes_with_it(tmp_path):
     converted = convert(folder, tmp_path / "converted", progress=False)
     again = load(converted, dtype=jnp.float32)
     same(again.drafts["uno"], alone)
+    same(load_draft(converted, algorithm="uno", dtype=jnp.float32), alone)
     jax.tree.map(np.testing.assert_array_equal, again.tree, params.tree)
     published = convert(converted, tmp_path / "published", to_hf=True, progress=False)
     same_tensors(ADAPTER, published / "adapter")
