@@ -28,11 +28,12 @@ _CONTAINERS = re.compile(r"^(while|call|conditional|async|command_buffer|end: )"
 
 
 class Operation(NamedTuple):
-    """One execution of an instruction on the device: its name, start and duration in seconds."""
+    """One execution of an instruction on the device: its name, start and duration in seconds, its program ("" if unknown)."""
 
     instruction: str
     start: float
     seconds: float
+    module: str = ""
 
 
 class Source(NamedTuple):
@@ -81,15 +82,21 @@ def instruction_sources(hlo: str) -> dict[str, Source]:
     return {name: Source(scope(name), name in products or calls.get(name) in products) for name in own}
 
 
-def record(run: Callable[[], Any]) -> list[Operation]:
-    """Runs `run` under the profiler and returns what the device did; empty where the platform reports no instructions."""
+def record(run: Callable[[], Any], module: str | None = None) -> list[Operation]:
+    """Runs `run` under the profiler and returns what the device did; empty where the platform reports no instructions.
+
+    Args:
+      run: the work.
+      module: keep this program's operations only ("jit_run_rounds").
+    """
     with tempfile.TemporaryDirectory() as folder:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready(run())
         files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        return [op for file in files for op in operations(jax.profiler.ProfileData.from_file(file))]
+        found = [op for file in files for op in operations(jax.profiler.ProfileData.from_file(file))]
+    return [op for op in found if module is None or op.module in ("", module)]
 
 
 def operations(data: Any) -> list[Operation]:
@@ -110,9 +117,10 @@ def operations(data: Any) -> list[Operation]:
 
 def _annotated(line: Any) -> Iterable[Operation]:
     for event in line.events:
-        instruction = next((str(value) for key, value in event.stats if key == "hlo_op"), None)
+        stats = {key: str(value) for key, value in event.stats if key in ("hlo_op", "hlo_module")}
+        instruction = stats.get("hlo_op")
         if instruction and not _CONTAINERS.match(instruction):
-            yield Operation(instruction, event.start_ns * 1e-9, event.duration_ns * 1e-9)
+            yield Operation(instruction, event.start_ns * 1e-9, event.duration_ns * 1e-9, stats.get("hlo_module", ""))
 
 
 def seconds_by_part(found: Iterable[Operation], sources: dict[str, Source]) -> dict[str, float]:
@@ -131,6 +139,16 @@ def busy_seconds(found: Iterable[Operation]) -> float:
         busy += max(0.0, stop - max(end, operation.start))
         end = max(end, stop)
     return busy
+
+
+def idle_gaps(found: Iterable[Operation]) -> list[float]:
+    """Seconds in which the device did nothing between operations, the longest first."""
+    gaps, end = [], None
+    for operation in sorted(found, key=lambda op: op.start):
+        if end is not None and operation.start > end:
+            gaps.append(operation.start - end)
+        end = max(end or 0.0, operation.start + operation.seconds)
+    return sorted(gaps, reverse=True)
 
 
 def largest(found: Iterable[Operation], sources: dict[str, Source], count: int = 12) -> list[tuple[str, str, int, float]]:

@@ -32,6 +32,7 @@ from jaxspec.round import RoundState, run_rounds
 from jaxspec.runtime import compiled
 from jaxspec.sampling import SamplingParams
 
+PROGRAM = "jit_run_rounds"
 PROFILED_ROUNDS = 4
 ALPHABET = 64
 """Token ids of the random texts: few, so that n-grams find something."""
@@ -246,7 +247,7 @@ def measure(
 
 def _traced_parts(runner: Runner, detail: Callable[[str], None] | None) -> dict[str, float]:
     """Milliseconds a round spends in each part, while a profiler watches."""
-    found = profile.record(lambda: runner(PROFILED_ROUNDS))
+    found = profile.record(lambda: runner(PROFILED_ROUNDS), PROGRAM)
     sources = profile.instruction_sources(runner.executable.as_text())
     if detail is not None:
         for name, scope, times, seconds in profile.largest(found, sources):
