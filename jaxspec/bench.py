@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     p_round.add_argument("--repeats", type=int, default=5, help="pairs of runs; their median counts (default: 5)")
     p_round.add_argument("--no-parts", action="store_true", help="only the time of the whole round, no profiler")
     p_round.add_argument("--detail", action="store_true", help="list the costliest instructions of every round")
+    p_round.add_argument("--resume", action="store_true", help="keep the rows that --json already holds, measure the others")
     p_round.add_argument("--budget", type=float, metavar="SECONDS", help="begin no round that would end later than this")
     p_round.add_argument("--page-size", type=int, default=16, help="positions per KV page (default: 16)")
     p_round.add_argument("--bandwidth-bytes", type=int, help="size of the array whose copy is timed")
@@ -152,16 +153,20 @@ def run_round(args: argparse.Namespace) -> int:
         cases = [dataclasses.replace(c, case=dataclasses.replace(c.case, **change)) for c in found]
         dtype = parse_dtype(args.dtype or loading.default_dtype())
         weights = suites.Weights(args.target or "llama-3.1-8b", dtype)
-    if args.json is not None:
-        suites.write_json(args.json, [])
+    if args.resume and args.json is None:
+        raise ConfigError("--resume needs --json: the file that holds what was measured before")
+    kept = json.loads(args.json.read_text()) if args.resume and args.json.exists() else []
+    held = {(row["name"], row["batch"], row["context"]) for row in kept}
+    cases = [c for c in cases if (c.case.name, c.case.batch, c.case.context) not in held]
+    save(args.json, kept)
     results = suites.run_suite(
-        cases, weights, bandwidth, budget=args.budget, path=args.json, rounds=tuple(args.rounds), repeats=args.repeats,
-        parts=not args.no_parts, detail=print if args.detail else None,
+        cases, weights, bandwidth, budget=args.budget, path=args.json, kept=kept, rounds=tuple(args.rounds),
+        repeats=args.repeats, parts=not args.no_parts, detail=print if args.detail else None,
         report=lambda result: print(report.round_report(result) + "\n", flush=True),
         log=lambda text: print(text, file=sys.stderr, flush=True),
     )  # fmt: skip
     print(report.summary(results))
-    return 0 if results else 1
+    return 0 if results or not cases else 1
 
 
 def prompts_for(args: argparse.Namespace, target: Any) -> list:

@@ -82,12 +82,15 @@ def instruction_sources(hlo: str) -> dict[str, Source]:
     return {name: Source(scope(name), name in products or calls.get(name) in products) for name in own}
 
 
-def record(run: Callable[[], Any], module: str | None = None) -> list[Operation]:
+def record(
+    run: Callable[[], Any], module: str | None = None, read: Callable[[Any], list[Operation]] | None = None
+) -> list[Operation]:
     """Runs `run` under the profiler and returns what the device did; empty where the platform reports no instructions.
 
     Args:
       run: the work.
       module: keep this program's operations only ("jit_run_rounds").
+      read: `operations` (None) or `kernels`.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = jax.profiler.ProfileOptions()
@@ -95,24 +98,37 @@ def record(run: Callable[[], Any], module: str | None = None) -> list[Operation]
         with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready(run())
         files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        found = [op for file in files for op in operations(jax.profiler.ProfileData.from_file(file))]
+        found = [op for file in files for op in (read or operations)(jax.profiler.ProfileData.from_file(file))]
     return [op for op in found if module is None or op.module in ("", module)]
 
 
 def operations(data: Any) -> list[Operation]:
     """The operations in a trace. On a GPU they lie on the device's stream lines, on a CPU on the lines of host threads."""
-    planes = list(data.planes)
-    devices = [p for p in planes if p.name.startswith("/device:")]
-    lines = [line for plane in devices or planes for line in plane.lines]
+    devices, lines = _lines(data)
     if devices:  # a device's other lines repeat the same operations, grouped
         streams = [op for line in lines if line.name.startswith("Stream") for op in _annotated(line)]
-        return streams or [
-            Operation(event.name, event.start_ns * 1e-9, event.duration_ns * 1e-9)
-            for line in lines
-            if line.name == "XLA Ops"
-            for event in line.events
-        ]
+        return streams or [op for line in lines if line.name == "XLA Ops" for op in _named(line)]
     return [op for line in lines for op in _annotated(line)]
+
+
+def kernels(data: Any) -> list[Operation]:
+    """All that ran on the device under the kernels' own names, also inside CUDA graphs, where no instruction is known."""
+    devices, lines = _lines(data)
+    if devices:
+        return [op for line in lines if line.name.startswith("Stream") for op in _named(line)]
+    return operations(data)
+
+
+def _lines(data: Any) -> tuple[bool, list]:
+    """Whether the trace has device planes, and their lines, else those of the host."""
+    planes = list(data.planes)
+    devices = [p for p in planes if p.name.startswith("/device:")]
+    return bool(devices), [line for plane in devices or planes for line in plane.lines]
+
+
+def _named(line: Any) -> Iterable[Operation]:
+    for event in line.events:
+        yield Operation(event.name, event.start_ns * 1e-9, event.duration_ns * 1e-9)
 
 
 def _annotated(line: Any) -> Iterable[Operation]:

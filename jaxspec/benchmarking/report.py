@@ -29,8 +29,10 @@ def round_report(result: RoundResult) -> str:
         f"{result.spread_ms:.3f}), floor {result.floor_ms:.3f} ms ({result.floor_ms / result.ms:.0%}), accept length "
         f"{result.accept_length:.2f}, {result.tokens_per_second:.0f} tokens/s"
     )
+    if result.spread_ms > 0.2 * result.ms:
+        title += "\nthe repeats differ by more than a fifth: give --rounds more rounds, or more --repeats"
     if not result.parts:
-        return title
+        return title + "\nno parts: the profiler was off or told nothing about the device"
     rows = [
         (name, f"{p['ms']:.4f}", f"{p['ms'] / result.ms:.0%}", f"{p['bytes'] / 1e6:.1f}" if p["bytes"] else "",
          f"{p['share']:.0%}" if p["share"] else "")

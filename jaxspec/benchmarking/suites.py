@@ -118,6 +118,7 @@ def run_suite(
     *,
     budget: float | None = None,
     path: str | Path | None = None,
+    kept: Sequence[dict] = (),
     report: Callable[[RoundResult], None] | None = None,
     log: Callable[[str], None] = print,
     **options: Any,
@@ -130,6 +131,7 @@ def run_suite(
       bandwidth: of this run.
       budget: seconds; no case is begun that would not be through by then, by the slowest one so far. None: no limit.
       path: JSON file, rewritten after every case.
+      kept: rows of earlier runs that stay at its head.
       report: receives every result as it comes.
       log: receives progress and reasons in words.
       **options: of `rounds.measure`.
@@ -158,5 +160,5 @@ def run_suite(
         if report is not None:
             report(result)
         if path is not None:
-            write_json(path, [r.to_json() for r in results])
+            write_json(path, [*kept, *(r.to_json() for r in results)])
     return results
