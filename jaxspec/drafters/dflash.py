@@ -166,6 +166,10 @@ class DFlashDrafter(Drafter):
     def chain(self, params, ctx: RoundContext, hidden: Float[Array, "B D E"], base: Float[Array, "B D Vd"]) -> DraftTree:
         """One draft after another; only what the heads add is computed per slot."""
         draws = self.sampled and ctx.sampling.any_sampled
+        if not draws and not self.draft.sequential:
+            ids = self.to_target_ids(params, jnp.argmax(base, -1).astype(jnp.int32))
+            stacked = jnp.concatenate([ctx.bonus[:, None], ids], 1)
+            return chain(stacked, self.reached(params, hidden, stacked))
         batch, vocab = ctx.bonus.shape[0], ctx.config.vocab_size
         keys, rows = tagged(ctx.keys, DRAFT), jnp.arange(ctx.bonus.shape[0])[:, None]
         tokens, probs = [ctx.bonus], [jnp.zeros((batch, vocab))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,6 +21,18 @@ from jaxspec.tree import top_k, unpack_bits
 from tests.parity.checks import Case, Mismatch, load_case
 from tests.parity.checks.eagle import NUM_PAGES, PAGE_SIZE, context, load_target, related, target_features
 
+BUILD = jax.jit(best_first, static_argnames=("num_nodes", "whole_families"))
+FEATURES = jax.jit(target_features, static_argnums=1)
+STEP = jax.jit(dflash_heads.step, static_argnums=1)
+UPDATE = jax.jit(lambda drafter, *args: drafter.update(*args), static_argnums=0)
+
+
+@partial(jax.jit, static_argnums=0)
+def outputs(drafter, params, state, ctx):
+    """Block outputs, those of the predicting slots, base logits, and the proposal."""
+    hidden, _ = drafter.run(params, state.layers, ctx)
+    return hidden, *drafter.predictions(params, ctx, hidden), drafter.propose(params, state, ctx)
+
 
 def check_draft(folder: Path) -> float:
     """Three rounds over one cache: features, block outputs, logits, what the heads add, drafts; then trees."""
@@ -30,7 +43,7 @@ def check_draft(folder: Path) -> float:
         raise Mismatch(f"taps {config.taps} instead of {case.info['taps']['hidden_states_index']}")
     drafter, params = dflash.build(target, head, dflash.resolve_for(SpecConfig(), target.config, head))
     tokens = a["token_ids"]
-    features = target_features(target, config.taps, tokens)[0]
+    features = FEATURES(target, config.taps, jnp.asarray(tokens))[0]
     state = drafter.init(params, 1, NUM_PAGES, PAGE_SIZE, 64, jnp.float32)
     error, at = 0.0, 0
     for name in ("round1", "round2", "round3"):
@@ -38,21 +51,17 @@ def check_draft(folder: Path) -> float:
         count = len(stage["context_positions"])
         case.compare(f"{name}.context_positions", np.arange(at, at + count))
         error = max(error, case.compare(f"{name}.context_features", features[at : at + count]))
-        fed, n = jnp.asarray(stage["context_features"])[None], jnp.full(1, count, jnp.int32)
-        ctx = context(target, at, tokens)
-        if at:
-            state = drafter.update(params, state, ctx, None, fed, n)
-        else:
-            state = drafter.prefill(params, state, ctx, None, None, fed, n)
+        fed = np.pad(stage["context_features"], ((0, len(tokens) - count), (0, 0)), constant_values=np.nan)[None]
+        n = jnp.full(1, count, jnp.int32)
+        state = UPDATE(drafter, params, state, context(target, at, tokens), None, fed, n)
         at += count
         ctx = context(target, at, tokens)
         block = np.where(np.arange(config.block_size) == 0, tokens[at], config.mask_token_id)
         case.compare(f"{name}.block_token_ids", block)
         case.compare(f"{name}.block_positions", at + np.arange(config.block_size))
-        hidden, _ = drafter.run(params, state.layers, ctx)
-        error = max(error, case.compare(f"{name}.block_hidden", hidden[0]))
-        error = max(error, compare_drafts(case, name, drafter, params, ctx, hidden))
-        proposal = drafter.propose(params, state, ctx)
+        block, hidden, base, proposal = outputs(drafter, params, state, ctx)
+        error = max(error, case.compare(f"{name}.block_hidden", block[0]))
+        error = max(error, compare_drafts(case, name, config, params, hidden, base))
         case.compare(f"{name}.draft_token_ids", proposal.tree.tokens[0, 1:])
         if name == "round1":
             error = max(error, check_trees(case, tokens[at]))
@@ -60,15 +69,14 @@ def check_draft(folder: Path) -> float:
     return error
 
 
-def compare_drafts(case: Case, name: str, drafter, params, ctx, hidden) -> float:
+def compare_drafts(case: Case, name: str, config, params, hidden, base) -> float:
     """Base logits; then, along the greedy path, what the heads make of them."""
-    stage, config = case.group(name), drafter.draft
-    hidden, base = drafter.predictions(params, ctx, hidden)
+    stage = case.group(name)
     error = case.compare(f"{name}.logits", base[0])
-    previous = jnp.concatenate([ctx.bonus[:, None], jnp.asarray(stage["draft_token_ids"])[None]], 1)
+    previous = jnp.asarray([[stage["block_token_ids"][0], *stage["draft_token_ids"]]])
     state, steps = dflash_heads.initial_state(config, 1), []
     for i in range(config.num_drafts):
-        steps.append(dflash_heads.step(params, config, hidden[:, i], base[:, i], previous[:, i : i + 1], state))
+        steps.append(STEP(params, config, hidden[:, i], base[:, i], previous[:, i : i + 1], state))
         state = steps[-1].state
     logits = jnp.stack([s.logits[0, 0] for s in steps])
     for array in ("step_logits", "selector_scores"):
@@ -91,7 +99,7 @@ def check_trees(case: Case, root: int) -> float:
             continue
         width, budget = map(int, match.groups())
         best, ids = top_k(log_probs, width)
-        tree = best_first(jnp.full(1, root, jnp.int32), best, ids, num_nodes=budget, whole_families=True)
+        tree = BUILD(jnp.full(1, root, jnp.int32), best, ids, num_nodes=budget, whole_families=True)
         got = {"tokens": tree.tokens, "parents": tree.parent, "depths": tree.depth}
         for array, value in got.items():
             case.compare(f"{name}.{array}", value[0])
