@@ -2,9 +2,10 @@
 
     PYTHONPATH=. python3 benchmarks/device_session.py --budget 570 --out "$OUT"
 
-Writes h200_round.json (a row at a time, the most telling rows first), gpu_tests.log, the detail of the costliest
-instructions (round.log) and a picture of rounds in the device loop. A second command goes on where the first stopped when
-it is given the first one's table: --resume benchmarks/results/h200_round.json. Further options go to `bench round`.
+Writes h200_round.json (a row at a time, the most telling rows first), gpu_tests.log, the costliest instructions of every
+round (round.log), the time to first token (h200_prefill.json) and pictures of rounds in the device loop. A second command
+goes on where the first stopped when it is given the first one's table: --resume benchmarks/results/h200_round.json.
+Further options go to `bench round`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=570, help="seconds for everything (default: 570)")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "out"))
     parser.add_argument("--tests-seconds", type=float, default=150, help="most that the GPU tests may take; 0 leaves them out")
-    parser.add_argument("--profile-seconds", type=float, default=90, help="kept back for the pictures; 0 leaves them out")
+    parser.add_argument("--profile-seconds", type=float, default=140, help="kept back for prefill and pictures; 0: none")
     parser.add_argument("--resume", type=Path, help="a table of an earlier session; its rows are kept and not measured again")
     args, rest = parser.parse_known_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -64,6 +65,12 @@ def main() -> int:
         command.append("--resume")
     failed |= run([*command, "--budget", f"{left - 25:.0f}", *rest], left + 30, log)
 
+    left = end - time.perf_counter() - 5
+    if args.profile_seconds and left > 20:
+        command = [sys.executable, "-m", "jaxspec.bench", "prefill", "--target", "llama-3.1-8b", "--lengths", "1024", "8192"]
+        prefill = args.out / "prefill.log"
+        run([*command, "--json", str(args.out / "h200_prefill.json")], left, prefill)
+        tail(prefill, 6)
     for row in PROFILED:
         left = end - time.perf_counter() - 5
         if args.profile_seconds and left > 20:

@@ -48,7 +48,7 @@ def main() -> None:
     runner = rounds.Runner(session, args.context)
     runner(8)
     unwatched = (runner(8 + args.rounds) - runner(8)) / args.rounds
-    found = sorted(profile.record(lambda: runner(args.rounds), read=profile.kernels), key=lambda op: op.start)
+    found = sorted(runner.record(args.rounds, read=profile.kernels), key=lambda op: op.start)
     if not found:
         raise SystemExit("the profiler reported nothing that ran on the device")
     begin, end = found[0].start, max(op.start + op.seconds for op in found)

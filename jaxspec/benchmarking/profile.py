@@ -88,7 +88,7 @@ def record(
     """Runs `run` under the profiler and returns what the device did; empty where the platform reports no instructions.
 
     Args:
-      run: the work.
+      run: the work; it must wait for its results.
       module: keep this program's operations only ("jit_run_rounds").
       read: `operations` (None) or `kernels`.
     """
@@ -96,7 +96,7 @@ def record(
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         with jax.profiler.trace(folder, profiler_options=options):
-            jax.block_until_ready(run())
+            run()
         files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
         found = [op for file in files for op in (read or operations)(jax.profiler.ProfileData.from_file(file))]
     return [op for op in found if module is None or op.module in ("", module)]

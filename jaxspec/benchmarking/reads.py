@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -38,14 +39,14 @@ def round_reads(program: Program, params: Any, draft_params: Any, state: RoundSt
 
 
 def _pools(state: RoundState, windows: tuple[int | None, ...]) -> Iterable[list]:
-    """The kind of each leaf of the state: ("pool", window) for KV pools, None for all else."""
+    """The kind of each leaf of the state: ("pool", window, which contents) for KV pools, None for all else."""
 
     def of(tree: Any, windows: Iterable[int | None]) -> list:
         window = iter(windows)
         kinds = []
         for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LayerKV)):
             if isinstance(node, LayerKV):
-                kinds += [("pool", next(window, None))] * 2
+                kinds += [("pool", next(window, None), object()) for _ in node]
             else:
                 kinds.append(None)
         return kinds
@@ -58,12 +59,16 @@ def _pools(state: RoundState, windows: tuple[int | None, ...]) -> Iterable[list]
 
 
 class _Tracer:
-    """Follows weights and pools through a program and adds up what is read."""
+    """Follows weights and pools through a program and adds up what is read.
+
+    A pool's contents have an identity, renewed by every write: an attention reads them once, however its kernel is made.
+    """
 
     def __init__(self, batch: int, context: int):
         self.bytes: Counter[str] = Counter()
         self.batch, self.context = batch, context
         self.seen: set = set()
+        self.values = itertools.count()
 
     def walk(self, jaxpr: Any, kinds: dict, stack: str) -> list:
         """Runs through the equations of `jaxpr`, whose inputs have `kinds`; returns the kinds of its outputs."""
@@ -74,7 +79,7 @@ class _Tracer:
             inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             inner = getattr(inner, "jaxpr", inner)
             transparent = inner is not None and name in ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
-            pools = [(v, kind[1]) for v, kind in zip(eqn.invars, given, strict=True) if kind and kind[0] == "pool"]
+            pools = [(v, *kind[1:]) for v, kind in zip(eqn.invars, given, strict=True) if kind and kind[0] == "pool"]
             if transparent:
                 found = self.walk(inner, dict(zip(inner.invars, given, strict=True)), scope)
                 kinds |= {v: k for v, k in zip(eqn.outvars, found, strict=True) if k}
@@ -85,9 +90,9 @@ class _Tracer:
                         stored = kind[1] or var.aval.dtype.itemsize
                         self.bytes[part_of(scope, True)] += var.aval.size * stored
             elif "tree_attention" in scope:
-                for var, window in pools:
-                    if id(var) not in self.seen:
-                        self.seen.add(id(var))
+                for var, window, value in pools:
+                    if value not in self.seen:
+                        self.seen.add(value)
                         length = self.context if window is None else min(window, self.context)
                         heads = var.aval.shape[-2] * var.aval.shape[-1] * var.aval.dtype.itemsize
                         self.bytes[part_of(scope, False)] += self.batch * length * heads
@@ -96,7 +101,7 @@ class _Tracer:
                 kinds[eqn.outvars[0]] = ("weight", stored)
             elif pools:  # a write: the pool of the same shape that comes out
                 for out in eqn.outvars:
-                    same = [w for v, w in pools if v.aval.shape == out.aval.shape]
+                    same = [window for v, window, _ in pools if v.aval.shape == out.aval.shape]
                     if same:
-                        kinds[out] = ("pool", same[0])
+                        kinds[out] = ("pool", same[0], next(self.values))
         return [None if isinstance(v, core.Literal) else kinds.get(v) for v in jaxpr.outvars]

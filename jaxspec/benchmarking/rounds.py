@@ -113,7 +113,9 @@ def prepare(case: RoundCase, target: Any, draft: Any, max_rounds: int) -> genera
         raise ConfigError(f"batch={case.batch} and context={case.context} must be at least 1")
     drafter = _drafter(case, target, draft)
     simulated = None
-    if case.accept_length is not None:  # tokens that are settled while drafting are emitted beside the accepted path
+    if (
+        case.accept_length is not None and drafter.max_accept > 1
+    ):  # tokens that are settled while drafting are emitted beside the accepted path
         simulated = SimulatedAcceptance(max(1.0, case.accept_length - drafter.num_exact))
     emitted = drafter.max_accept
     if simulated is not None:
@@ -176,13 +178,27 @@ class Runner:
         return session.params.tree, session.draft_tree, session.state, jnp.int32(rounds)
 
     def __call__(self, rounds: int) -> float:
-        """Runs `rounds` rounds; returns seconds, waiting included."""
-        self.session.state = at_context(self.session.state, self.context)
+        """Runs `rounds` rounds from the context on; returns seconds, waiting included."""
+        self.reset()
         arguments = jax.block_until_ready(self._arguments(rounds))
         start = time.perf_counter()
+        self.launch(arguments)
+        return time.perf_counter() - start
+
+    def reset(self) -> None:
+        """Puts every sequence back to the context."""
+        self.session.state = at_context(self.session.state, self.context)
+
+    def launch(self, arguments: tuple) -> None:
+        """Runs the program, which takes the state's memory over, and waits for it."""
         self.session.state = self.executable(*arguments)
         jax.block_until_ready(self.session.state.tokens)
-        return time.perf_counter() - start
+
+    def record(self, rounds: int, **options: Any) -> list[profile.Operation]:
+        """What the device does in `rounds` rounds: `profile.record` around the program alone."""
+        self.reset()
+        arguments = jax.block_until_ready(self._arguments(rounds))
+        return profile.record(lambda: self.launch(arguments), **options)
 
     @property
     def emitted(self) -> float:
@@ -247,7 +263,7 @@ def measure(
 
 def _traced_parts(runner: Runner, detail: Callable[[str], None] | None) -> dict[str, float]:
     """Milliseconds a round spends in each part, while a profiler watches."""
-    found = profile.record(lambda: runner(PROFILED_ROUNDS), PROGRAM)
+    found = runner.record(PROFILED_ROUNDS, module=PROGRAM)
     sources = profile.instruction_sources(runner.executable.as_text())
     if detail is not None:
         for name, scope, times, seconds in profile.largest(found, sources):

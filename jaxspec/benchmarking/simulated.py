@@ -43,8 +43,10 @@ class SimulatedAcceptance:
         """As `jaxspec.verify.accept`."""
         real = accept(tree, logits, sampling, keys, length, **options)
         own = real.path.shape[1]
-        coin = jax.vmap(jax.random.uniform)(tagged(round_keys(keys, length), ACCEPT))
-        wanted = math.floor(self.length) + (coin < self.length - math.floor(self.length)) - 1
+        wanted = jnp.full(length.shape, math.floor(self.length) - 1)
+        fraction = self.length % 1
+        if fraction:
+            wanted += jax.vmap(jax.random.uniform)(tagged(round_keys(keys, length), ACCEPT)) < fraction
 
         deepest = jnp.argmax(jnp.where(tree.valid, tree.depth, -1), 1)
         words = jnp.take_along_axis(tree.ancestors, deepest[:, None, None], 1)[:, 0]

@@ -79,7 +79,7 @@ def test_a_trace_names_the_instructions_of_the_program_that_ran():
     x = jnp.ones((96, 96))
     program = scoped.lower(x, x).compile()
     program(x, x).block_until_ready()
-    found = profile.record(lambda: program(x, x), "jit_scoped")
+    found = profile.record(lambda: program(x, x).block_until_ready(), "jit_scoped")
     parts = profile.seconds_by_part(found, profile.instruction_sources(program.as_text()))
     assert {"products", "head"} <= set(parts)
-    assert profile.record(lambda: program(x, x), "jit_other") == []
+    assert profile.record(lambda: program(x, x).block_until_ready(), "jit_other") == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,16 @@ def test_quantised_weights_count_as_they_are_stored():
     found = reads.round_reads(session.program, small, None, session.state, 0)
     assert 4 * found["products"] == whole["products"]
     assert 4 * found["head"] == whole["head"]
+
+
+@pytest.mark.parametrize("row", ["plain", "eagle3 3/1/4"])
+def test_the_kernel_that_attends_makes_no_difference(row, monkeypatch):
+    small = dataclasses.replace(shapes.MODELS["llama-1b"], num_layers=6, windows=())
+    monkeypatch.setitem(shapes.MODELS, "small", small)
+    plain = reads_of(row, "small", 40, jnp.bfloat16)
+    monkeypatch.setattr(sys.modules["pallas_kernels.tree_attention"], "_capability", lambda: 8.0)  # Triton's chips
+    assert reads_of(row, "small", 40, jnp.bfloat16) == plain
+    assert plain["attention"] == 6 * 2 * 40 * 8 * 64 * 2
 
 
 @pytest.mark.parametrize("row", ["eagle3 3/1/4", "eagle 5/4/8"])
