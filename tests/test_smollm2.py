@@ -77,8 +77,9 @@ def test_speculative_answers_equal_plain_ones(name):
         assert jaxspec.generate(params(), PROMPTS[i], **options).tokens == plain()[i]
 
 
-@pytest.mark.parametrize("tree", [(3, 1, 4), (3, 4, 16)])
+@pytest.mark.parametrize("tree", [(3, 1, 4), (3, 4, 37)])
 def test_the_target_as_its_own_draft_is_always_accepted(tree):
+    """The tree keeps all 4 + 2 * 16 candidates: a smaller one may prefer shallow nodes to the end of the greedy path."""
     steps, topk, nodes = tree
     results = jaxspec.generate(
         params(), PROMPTS[:4], draft=params(), num_steps=steps, topk=topk, num_draft_tokens=nodes, max_new_tokens=65
