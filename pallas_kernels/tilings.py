@@ -1,13 +1,18 @@
-"""Block sizes of the attention kernels: one frozen record each, chosen from a table that the benchmark regenerates."""
+"""Block sizes of the attention kernels: one frozen record each, chosen from measurements (`benchmarks/kernels/README.md`)."""
 
 from __future__ import annotations
 
 import dataclasses
 
+MULTIPROCESSORS = 132  # of an H100 or H200; other chips have about as many
+LONGEST_SPLIT = 4096  # a table may be mostly empty, and then long splits leave multiprocessors idle
+SHORT = 1024  # slots that one program reads sooner than several can be merged
+PREFILL = 1024  # rows from which row tiles alone fill the chip
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How a kernel cuts its work. `split` and `block` decide the order of additions, the rest only speed.
+    """How a kernel cuts its work. `split`, `block` and `rows` may change a result's last bit, the rest only speed.
 
     Attributes:
       split: slots per split, a multiple of `block`; boundaries lie at its multiples whatever the length. 0: one split.
@@ -28,24 +33,69 @@ class Tiling:
             raise ValueError(f"{self}: block must be a multiple of 32 and split one of block")
 
 
-def _wide(head_dim: int, value_dim: int) -> bool:
-    return head_dim + value_dim > 256
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What a tiling is chosen by; all of it static.
+
+    Attributes:
+      rows: query rows per kv head, T * G.
+      head_dim, value_dim: channels of a key and of a value head.
+      itemsize: bytes of a cached number.
+      num_slots: slots of a sequence's page table, the most that it can hold.
+      groups: sequences times kv heads, B * K.
+    """
+
+    rows: int
+    head_dim: int
+    value_dim: int
+    itemsize: int
+    num_slots: int
+    groups: int
+
+    @property
+    def width(self) -> int:
+        """How often keys and values of heads of 128 go into those of one slot: 1, 2 or 4, rounded up."""
+        return next((w for w in (1, 2) if self.head_dim + self.value_dim <= 256 * w), 4)
+
+    @property
+    def short(self) -> bool:
+        """Whether one split serves best: a second kernel that merges costs as much as reading a few hundred slots."""
+        return self.num_slots <= SHORT or (self.num_slots <= 2 * SHORT and self.groups >= MULTIPROCESSORS // 2)
+
+    def split(self, tile_rows: int) -> int:
+        """Slots per split with which programs of `tile_rows` rows, one per multiprocessor, read the whole table at once."""
+        programs = self.groups * -(-self.rows // tile_rows)
+        least = max(1, -(-self.num_slots * programs // MULTIPROCESSORS))
+        return min(max(256, 1 << (least - 1).bit_length()), LONGEST_SPLIT)
 
 
-def triton_tiling(rows: int, head_dim: int, value_dim: int, itemsize: int, num_slots: int) -> Tiling:
-    """The Triton kernel's tiling for `rows` query rows per kv head, head sizes, bytes per element and table size."""
-    if itemsize == 4:  # exact float32 products run outside the tensor cores and want few rows
-        return Tiling(512, 32, rows=16, num_warps=4, num_stages=2)
-    block = 32 if _wide(head_dim, value_dim) else 64
-    if rows > 1024:  # a prefill chunk: row tiles fill the chip, a split would only write partial sums
-        return Tiling(0, block, rows=64, num_warps=4, num_stages=2)
-    return Tiling(512, block, rows=64, num_warps=4, num_stages=4 if block == 64 else 3)
+def triton_tiling(problem: Problem) -> Tiling:
+    """The Triton kernel's tiling."""
+    if problem.itemsize == 4:  # exact float32 products run outside the tensor cores and want few rows
+        return Tiling(0 if problem.short else 512, 32, rows=16, num_warps=4, num_stages=2)
+    if problem.rows > PREFILL:  # a prefill chunk: a split would only write partial sums
+        return Tiling(0, max(32, 64 // problem.width), rows=64, num_warps=4, num_stages=2)
+    if problem.short:  # few programs: their number and the length of a step decide, not how often keys are read
+        fitting = (r for r in (16, 32) if problem.groups * -(-problem.rows // r) <= MULTIPROCESSORS)
+        rows = next(fitting, 64)
+        block = 128 if rows < 64 else 64
+        return Tiling(0, max(32, block // problem.width), rows=rows, num_warps=4, num_stages=3)
+    if problem.rows <= 16:  # steps of 128 slots, two of them ahead of the one at work: 128 KB in flight
+        return Tiling(problem.split(16), 128 // problem.width, rows=16, num_warps=4, num_stages=3)
+    return Tiling(problem.split(64), max(32, 64 // problem.width), rows=64, num_warps=4, num_stages=3)
 
 
-def mosaic_tiling(rows: int, head_dim: int, value_dim: int, itemsize: int, num_slots: int) -> Tiling:
-    """The Mosaic kernel's tiling; arguments as for `triton_tiling`."""
-    del itemsize, num_slots
-    wide = _wide(head_dim, value_dim)
-    if rows > 1024:
-        return Tiling(0, 64, rows=64 if wide else 128, num_stages=2)
-    return Tiling(512, 64, rows=64 if rows <= 64 or wide else 128, num_stages=2 if wide else 3)
+def mosaic_tiling(problem: Problem) -> Tiling:
+    """The Mosaic kernel's tiling.
+
+    Two stages, so that two programs of one warpgroup share a multiprocessor and hide each other's waits: at 8k x 8,
+    103 us against 127 with three stages, which no longer fit twice.
+    """
+    if problem.rows > PREFILL:
+        return Tiling(0, 64, rows=64 if problem.width > 1 else 128, num_stages=2)
+    # Two warpgroups that share their keys and values only pay where reading them once per 64 rows loads the L2 cache.
+    narrow = problem.width > 1 or problem.groups * -(-problem.rows // 64) <= MULTIPROCESSORS
+    if not narrow:
+        return Tiling(problem.split(128), 64, rows=128, num_stages=3)
+    split = problem.split(64)
+    return Tiling(split // 2 if split > 512 else split, 64, rows=64, num_stages=2)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels import reference, tilings, tree_attention_triton
-from pallas_kernels.tilings import Tiling
+from pallas_kernels.tilings import Problem, Tiling
 
 Backend = Literal["reference", "triton", "mosaic"]
 
@@ -43,13 +43,25 @@ def _warn_fallback(case: str) -> None:
     warnings.warn(f"tree_attention: no kernel serves {case}; running the slower jnp reference", stacklevel=4)
 
 
-def choose_backend(q: Array, k_pages: Array, v_pages: Array, capability: float | None) -> Backend:
-    """The back end for a case: Mosaic on Hopper (no other chip has its wgmma), Triton on other CUDA GPUs, or the reference."""
+def _problem(q: Array, k_pages: Array, v_pages: Array, num_slots: int) -> Problem:
+    (B, T, H, Dk), (K, Dv) = q.shape, v_pages.shape[2:]
+    return Problem(T * H // K, Dk, Dv, jnp.dtype(k_pages.dtype).itemsize, num_slots, B * K)
+
+
+def choose_backend(q: Array, k_pages: Array, v_pages: Array, num_slots: int, capability: float | None) -> Backend:
+    """The back end for a case, by chip, rows and slots of the table (`benchmarks/kernels/README.md`).
+
+    On Hopper Mosaic serves where its products of 64 rows are filled; with few rows, or where the programs are few,
+    Triton's products of 16 rows are ahead. No other chip has Mosaic's wgmma.
+    """
     if capability is None:
         return "reference"
+    triton = capability >= 8.0 and tree_attention_triton.serves(q, k_pages, v_pages)
     if 9.0 <= capability < 10.0 and _mosaic() is not None and _mosaic().serves(q, k_pages, v_pages):
-        return "mosaic"
-    if capability >= 8.0 and tree_attention_triton.serves(q, k_pages, v_pages):
+        problem = _problem(q, k_pages, v_pages, num_slots)
+        few = problem.short and problem.groups * -(-problem.rows // 32) <= tilings.MULTIPROCESSORS
+        return "triton" if triton and (problem.rows <= 16 or few) else "mosaic"
+    if triton:
         return "triton"
     _warn_fallback(
         f"head sizes {k_pages.shape[-1]}/{v_pages.shape[-1]}, q {q.dtype}, cache {k_pages.dtype}, "
@@ -81,14 +93,15 @@ def tree_attention(
     The arguments up to `softcap` and the result are those of `pallas_kernels.reference.tree_attention`.
 
     Args:
-      backend: None chooses by the default device's platform.
+      backend: None chooses by the default device and the shapes.
       tiling: block sizes of the kernel; None takes them from `pallas_kernels.tilings`.
       interpret: run a kernel on the CPU, slowly: True (Triton) or `plgpu.InterpretGPUParams()` (Mosaic).
 
     Raises:
       ValueError: a back end was asked for by name that does not serve the case, or not with this jax.
     """
-    backend = backend or choose_backend(q, k_pages, v_pages, _capability())
+    num_slots = page_table.shape[1] * k_pages.shape[1]
+    backend = backend or choose_backend(q, k_pages, v_pages, num_slots, _capability())
     arguments = (q, k_pages, v_pages, page_table, length, visible, positions, inflight_positions)
     options = {"scale": scale, "window": window, "sink": sink, "softcap": softcap}
     if backend == "reference":
@@ -101,7 +114,5 @@ def tree_attention(
         )
     if tiling is None:
         table = {"triton": tilings.triton_tiling, "mosaic": tilings.mosaic_tiling}[backend]
-        rows = q.shape[1] * q.shape[2] // k_pages.shape[2]
-        slots = page_table.shape[1] * k_pages.shape[1]
-        tiling = table(rows, k_pages.shape[-1], v_pages.shape[-1], jnp.dtype(k_pages.dtype).itemsize, slots)
+        tiling = table(_problem(q, k_pages, v_pages, num_slots))
     return module.tree_attention(*arguments, **options, tiling=tiling, interpret=interpret)

@@ -112,20 +112,23 @@ def _attention(
         first = _divide(first_slot(i), S)
         return tuple(table[b, jnp.minimum(first + j, N - 1)] for j in range(pieces))
 
-    def fetch(i, slot, pages):
+    keys, values = (k_hbm, k_smem, k_ready), (v_hbm, v_smem, v_ready)
+
+    def fetch(i, slot, pages, *what):
         size = min(S, block)
         inside = pl.ds(0, S) if size == S else pl.ds(lax.rem(first_slot(i), jnp.int32(S)), size)
-        for source, target, ready in ((k_hbm, k_smem, k_ready), (v_hbm, v_smem, v_ready)):
+        for source, target, ready in what:
             for j, page in enumerate(pages):
                 here = target.at[slot, pl.ds(j * size, size)]
                 plgpu.copy_gmem_to_smem(source.at[page, inside, head], here, ready.at[slot])
 
+    ahead = [pages_of(jnp.int32(i)) for i in range(stages + 1)]  # before the branch on the length, so as not to wait for it
+
     def body():
         leads = wg == 0
         plgpu.copy_gmem_to_smem(q_hbm.at[b, head, rows], q_smem.at[wg], q_ready.at[wg])
-        ahead = [pages_of(jnp.int32(i)) for i in range(stages)]
-        for i, pages in enumerate(ahead):
-            pl.when(leads & (i < steps))(functools.partial(fetch, jnp.int32(i), i, pages))
+        for i, pages in enumerate(ahead[:-1]):
+            pl.when(leads & (i < steps))(functools.partial(fetch, jnp.int32(i), i, pages, keys, values))
         if window is not None:
             position = plgpu.load(position_ref.at[b, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         plgpu.barrier_wait(q_ready.at[wg])
@@ -133,10 +136,18 @@ def _attention(
         def over(x, columns):
             return lax.broadcast_in_dim(x, (R, columns), [0])
 
+        def mask_word(index):
+            at = jnp.minimum(jnp.maximum(index, 0), A - 1)
+            word = plgpu.load(words_ref.at[b, at, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            return word & jnp.where((index >= 0) & (index < A), -1, 0)
+
         def attend(i, carry, masked):
             acc, m, total, pages = carry
             slot = lax.rem(i, jnp.int32(stages))
             first = first_slot(i)
+            base = _divide(first, WORD) - _divide(length, WORD)
+            indices = [base + w for w in range(block // WORD)]
+            words = [] if not masked else [mask_word(index) for index in indices]  # arrive while the products run
             plgpu.barrier_wait(k_ready.at[slot])
 
             def product(ref):
@@ -145,15 +156,14 @@ def _attention(
 
             scores = pl.run_scoped(product, plgpu.ACC((R, block), jnp.float32))
             scores = scores * (scale * LOG2E) if softcap is None else softcap * LOG2E * jnp.tanh(scores * (scale / softcap))
-            base = _divide(first, WORD) - _divide(length, WORD)
-            indices = [base + w for w in range(block // WORD)]
+            refill = leads & (i + stages < steps)
+            if warpgroups == 1:  # the keys' place is free as soon as the scores are there
+                pl.when(refill)(functools.partial(fetch, i + stages, slot, pages, keys))
             if masked:
                 column = plgpu.broadcasted_iota(jnp.int32, (R, block), 1, layout=plgpu.Layout.WGMMA)
                 bits = None
-                for w, index in enumerate(indices):
-                    at = jnp.minimum(jnp.maximum(index, 0), A - 1)
-                    word = plgpu.load(words_ref.at[b, at, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-                    word = over(word & jnp.where((index >= 0) & (index < A), -1, 0), block)
+                for w, word in enumerate(words):
+                    word = over(word, block)
                     bits = word if bits is None else jnp.where(column < w * WORD, bits, word)
                 seen = (lax.shift_right_logical(bits, column & (WORD - 1)) & 1) != 0
                 in_prefix = column < length - first
@@ -199,14 +209,15 @@ def _attention(
 
                 acc = acc + pl.run_scoped(product, plgpu.ACC((R, Dv), jnp.float32))
 
-            if warpgroups > 1:
+            if warpgroups == 1:
+                pl.when(refill)(functools.partial(fetch, i + stages, slot, pages, values))
+            else:
                 plgpu.barrier_arrive(free.at[slot])
 
-            @pl.when(leads & (i + stages < steps))
-            def _():
-                if warpgroups > 1:
+                @pl.when(refill)
+                def _():
                     plgpu.barrier_wait(free.at[slot])
-                fetch(i + stages, slot, pages)
+                    fetch(i + stages, slot, pages, keys, values)
 
             return acc, m_new, total, pages_of(i + (stages + 1))
 
@@ -224,15 +235,15 @@ def _attention(
             if window is not None:
                 kept = kept & ((key >= lowest - first) | (key < sink - first))
             kept = kept | seen
-            values = plgpu.load(v_smem.at[slot], layout=plgpu.Layout.WGMMA, optimized=False)
-            v_smem[slot] = jnp.where(kept, values, jnp.zeros_like(values))
+            value = plgpu.load(v_smem.at[slot], layout=plgpu.Layout.WGMMA, optimized=False)
+            v_smem[slot] = jnp.where(kept, value, jnp.zeros_like(value))
             plgpu.commit_smem()
 
         def per_row(x):
             return plgpu.layout_cast(jnp.full((R,), x, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
         acc = plgpu.layout_cast(jnp.zeros((R, Dv), jnp.float32), plgpu.Layout.WGMMA)
-        carry = (acc, per_row(MASKED), per_row(0.0), pages_of(jnp.int32(stages)))
+        carry = (acc, per_row(MASKED), per_row(0.0), ahead[-1])
         full = jnp.int32(0)
         if window is None:
             full = jnp.minimum(_divide(jnp.maximum(length - start, 0), block), blocks)

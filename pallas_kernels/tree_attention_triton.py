@@ -22,7 +22,8 @@ from pallas_kernels.tilings import Tiling
 
 LOG2E = 1.4426950408889634
 MASKED = -1e30  # finite: a row that has seen nothing yet must give exp2(0), not NaN
-MERGE_CHUNK = 16  # splits that the merge reads at once
+MERGE_CHUNK = 32  # most splits that the merge reads at once
+EAGER_MERGES = 256  # most merging programs that do not wait for the length
 
 
 def channel_chunks(size: int) -> tuple[tuple[int, int], ...]:
@@ -93,24 +94,25 @@ def _attention(
     start = part * split
     stop = jnp.minimum(stop, start + split)
 
+    def channels(chunk):
+        offset, size = chunk
+        return offset + jnp.arange(size)[None]
+
+    def pages_of(first):
+        """Pages of a block: one, or one per slot. Loaded a step ahead, so that no key waits for its page."""
+        if one_page:
+            return table_ref[b, jnp.minimum(_divide(first, S), N - 1)]
+        return plt.load(table_ref.at[b, jnp.minimum(_divide(first + jnp.arange(block), S), N - 1)])
+
+    # Before the branch on the length, which these loads would otherwise wait for.
+    page_at_start = pages_of(start) if window is None else None
+    qs = [
+        plt.load(q_ref.at[b, t[:, None], h[:, None], channels(c)], mask=row_live[:, None], other=0.0).astype(common)
+        for c in channel_chunks(Dk)
+    ]
+    position = None if window is None else plt.load(position_ref.at[b, t])
+
     def written():
-        def channels(chunk):
-            offset, size = chunk
-            return offset + jnp.arange(size)[None]
-
-        qs = [
-            plt.load(q_ref.at[b, t[:, None], h[:, None], channels(c)], mask=row_live[:, None], other=0.0).astype(common)
-            for c in channel_chunks(Dk)
-        ]
-        if window is not None:
-            position = plt.load(position_ref.at[b, t])
-
-        def pages_of(first):
-            """Pages of a block: one, or one per slot. Loaded a step ahead, so that no key waits for its page."""
-            if one_page:
-                return table_ref[b, jnp.minimum(_divide(first, S), N - 1)]
-            return plt.load(table_ref.at[b, jnp.minimum(_divide(first + jnp.arange(block), S), N - 1)])
-
         def attend(first, following, carry, masked):
             accs, m, total, page = carry
             slot = first + jnp.arange(block)
@@ -162,7 +164,7 @@ def _attention(
         if window is None:
             full = jnp.minimum(_divide(jnp.maximum(length - start, 0), block), blocks)
             at = lambda i: start + i * block  # noqa: E731
-            carry = loop(0, full, (*carry, pages_of(start)), masked=False, first_of=at)
+            carry = loop(0, full, (*carry, page_at_start), masked=False, first_of=at)
             carry = loop(full, blocks, carry, masked=True, first_of=at)
         else:  # the blocks with sinks, then those from the first key in any row's window on
             lowest = jnp.where(row_live, position, jnp.iinfo(jnp.int32).max).min()
@@ -205,6 +207,9 @@ def _merge(
     h, t, b = (pl.program_id(i) for i in range(3))
     T, H, Dv = out_ref.shape[1:]
     splits = part_ref.shape[1]
+    chunk = min(MERGE_CHUNK, pl.next_power_of_2(splits))
+    # With few programs the wait counts, not the bytes: read before the length is known, drop what nobody wrote afterwards.
+    eager = chunk >= splits and out_ref.shape[0] * T * H <= EAGER_MERGES
     length = length_ref[b]
     stop = last_slot(length, t + 1, causal=causal, M=num_inflight, T=T, num_slots=num_slots)
     stop = _divide(stop + split - 1, split)
@@ -213,28 +218,31 @@ def _merge(
         near = jnp.minimum(jnp.maximum(position_ref[b, t] - (window - 1), 0), length)
         first = _divide(near, split)
     sinks = -(-sink // split) if window is not None else 0
-    lower = 0 if sinks else _divide(jnp.asarray(first, jnp.int32), MERGE_CHUNK)
+    lower = 0 if sinks else _divide(jnp.asarray(first, jnp.int32), chunk)
 
     def add(i, carry):
         accs, m, total = carry
-        s = i * MERGE_CHUNK + jnp.arange(MERGE_CHUNK)
-        live = (s < stop) & ((s >= first) | (s < sinks)) & (s < splits)
+        s = i * chunk + jnp.arange(chunk)
+        live = (s < stop) & ((s >= first) | (s < sinks))
         at = jnp.minimum(s, splits - 1)
-        lse = plt.load(lse_ref.at[b, at, t, h], mask=live, other=MASKED)
+        wanted = (s < splits) if eager else live & (s < splits)
+        lse = jnp.where(live, plt.load(lse_ref.at[b, at, t, h], mask=wanted, other=MASKED), MASKED)
         m_new = jnp.maximum(m, lse.max())
         weight = jnp.where(lse > MASKED, jnp.exp2(lse - m_new), 0.0)
         alpha = jnp.exp2(m - m_new)
         new = []
         for (offset, size), acc in zip(channel_chunks(Dv), accs, strict=True):
             where = (b, at[:, None], t, h, offset + jnp.arange(size)[None])
-            value = plt.load(part_ref.at[where], mask=live[:, None], other=0.0)
+            value = jnp.where(live[:, None], plt.load(part_ref.at[where], mask=wanted[:, None], other=0.0), 0.0)
             new.append(acc * alpha + (weight[:, None] * value).sum(axis=0))
         return tuple(new), m_new, total * alpha + weight.sum()
 
     zero = tuple(jnp.zeros((size,), jnp.float32) for _, size in channel_chunks(Dv))
-    accs, _, total = lax.fori_loop(
-        lower, _divide(stop + MERGE_CHUNK - 1, MERGE_CHUNK), add, (zero, jnp.float32(MASKED), jnp.float32(0.0))
-    )
+    carry = (zero, jnp.float32(MASKED), jnp.float32(0.0))
+    if chunk >= splits:
+        accs, _, total = add(0, carry)
+    else:
+        accs, _, total = lax.fori_loop(lower, _divide(stop + chunk - 1, chunk), add, carry)
     total = jnp.where(total == 0.0, 1.0, total)
     for (offset, size), acc in zip(channel_chunks(Dv), accs, strict=True):
         plt.store(out_ref.at[b, t, h, offset + jnp.arange(size)], (acc / total).astype(out_ref.dtype))

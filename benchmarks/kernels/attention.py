@@ -1,12 +1,13 @@
 """Attention alone on a GPU: time, GB/s and share of the KV bytes' floor, for both back ends and several tilings.
 
-    python benchmarks/kernels/attention.py --out DIR            # everything, about 6 minutes on an H200
-    python benchmarks/kernels/attention.py --out DIR --parts bandwidth,main --budget 200
+    python benchmarks/kernels/attention.py --out DIR --budget 200                 # the points that have a target
+    python benchmarks/kernels/attention.py --out DIR --parts bandwidth,targets,choices,more,commit,ncu --budget 400
 
 Each part runs in a process of its own and writes DIR/<part>.json after every row: a kernel that crashes or hangs costs its
 row, and a part that is started again goes on behind the rows that it has. DIR/attention.json collects all rows.
 A row's time is that of one call among many dependent ones inside one jitted loop, over enough distinct pools that none
-stays in the L2 cache. Floor: bytes of the live keys and values over the read bandwidth measured in the same run.
+stays in the L2 cache. As in a model of 32 layers, 32 calls share one preparation of the mask; rows named "own mask" make
+every call prepare its own. Floor: bytes of the live keys and values over the read bandwidth measured in the same run.
 """
 
 from __future__ import annotations
@@ -27,23 +28,27 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 H, K, D = 32, 8, 128
-PARTS = {"bandwidth": 25, "main": 130, "commit": 30, "tilings": 130, "ncu": 45}  # seconds at most
-POINTS = [(T, L, B) for L, B in ((8192, 1), (32768, 1), (8192, 8), (512, 1), (32768, 8), (512, 8)) for T in (1, 16, 64)]
-SWEEP_POINTS = [(1, 8192, 1), (16, 8192, 1), (64, 8192, 1), (16, 8192, 8), (16, 32768, 1)]
+LAYERS = 32  # calls that share a mask
+PARTS = {"bandwidth": 25, "targets": 80, "choices": 100, "more": 90, "commit": 30, "ncu": 45}  # seconds at most
+TARGETS = [(1, 8192, 1), (16, 8192, 1), (64, 8192, 1), (1, 32768, 1), (16, 32768, 1), (1, 8192, 8), (16, 8192, 8)]
+TARGETS += [(T, 512, B) for B in (1, 8) for T in (1, 16, 64)]
 
-
-def sweep_tilings(backend: str, T: int):
-    """Candidates beside the default: how long a split, how deep the pipeline, how much a step."""
-    from pallas_kernels.tilings import Tiling
-
-    if backend == "triton":
-        rows = [64] if T < 64 else [64, 128]
-        found = [Tiling(512, 64, r, w, s) for r in rows for w, s in ((4, 3), (4, 4), (8, 3), (4, 5))]
-        found += [Tiling(256, 64, 64, 4, 3), Tiling(1024, 64, 64, 4, 4), Tiling(512, 128, 64, 4, 3), Tiling(512, 32, 64, 4, 5)]
-        return found
-    rows = [64] if T < 64 else [64, 128]
-    found = [Tiling(split, 64, r, num_stages=s) for r in rows for split, s in ((512, 2), (512, 3), (512, 5), (256, 3))]
-    return found + [Tiling(1024, 64, 64, num_stages=3), Tiling(256, 64, 64, num_stages=2)]
+# Choices beside the default, as split/block/rows/warps/stages.
+CHOICES = {
+    (1, 512, 1): "triton 0/64/16/4/4, 0/128/16/8/3, 128/128/16/4/2, 256/128/16/4/3",
+    (16, 512, 1): "triton 0/64/16/4/4, 0/128/32/4/3, 128/128/16/4/2, 128/64/64/4/2; mosaic 128/64/64/4/2",
+    (64, 512, 1): "triton 0/64/16/4/4, 0/64/32/4/3, 256/128/32/4/3; mosaic 256/64/64/4/2",
+    (1, 512, 8): "triton 0/64/16/4/4, 256/128/16/4/2",
+    (16, 512, 8): "triton 0/128/16/4/2, 0/64/32/4/3, 0/64/64/4/2",
+    (64, 512, 8): "triton 0/64/64/4/2, 0/64/128/8/3; mosaic 0/64/64/4/2",
+    (1, 8192, 1): "triton 256/128/16/4/2, 512/128/16/4/2, 512/128/16/8/3, 512/64/16/4/4",
+    (16, 8192, 1): "triton 512/64/64/4/2, 512/128/32/4/3; mosaic 256/64/64/4/2, 512/64/64/4/3",
+    (64, 8192, 1): "triton 1024/64/128/8/3; mosaic 1024/64/128/4/3, 1024/64/128/4/2, 2048/64/64/4/2, 512/64/64/4/2",
+    (1, 32768, 1): "triton 1024/128/16/4/2, 1024/128/16/4/3, 2048/128/16/8/3, 4096/128/16/4/3",
+    (16, 32768, 1): "triton 2048/64/64/4/2; mosaic 512/64/64/4/2, 2048/64/64/4/2, 2048/64/64/4/3",
+    (1, 8192, 8): "triton 2048/128/16/4/3, 2048/128/16/4/2, 1024/128/16/4/2, 0/128/16/4/2",
+    (16, 8192, 8): "triton 2048/64/64/4/2, 4096/64/64/4/3; mosaic 1024/64/64/4/2, 4096/64/64/4/2, 4096/64/64/4/3",
+}
 
 
 class Rows:
@@ -173,14 +178,21 @@ def tree_inputs(T: int, L: int, B: int):
     return q, jnp.full((B,), L - T, jnp.int32), visible, positions
 
 
-def chain(attend, calls: int):
-    """`calls` times through all pools in one program; each result is the next call's queries."""
+def calls_of_body(pools: int) -> int:
+    """Whole rounds of the pools, one layer's call each."""
+    return -(-LAYERS // pools) * pools
+
+
+def chain(attend, calls: int, own_mask: bool = False):
+    """`calls` times 32 calls or more, round the pools, in one program; each result is the next call's queries."""
     import jax
 
     def f(q, ks, vs, table, length, visible, positions):
         def body(_, q):
-            for k, v in zip(ks, vs, strict=True):
-                q = attend(q, k, v, table, length, visible, positions)
+            for i in range(calls_of_body(len(ks))):
+                k, v = ks[i % len(ks)], vs[i % len(ks)]
+                here = positions + (q[0, 0, 0, 0] > 1e30).astype(positions.dtype) if own_mask else positions
+                q = attend(q, k, v, table, length, visible, here)
             return q
 
         return jax.lax.fori_loop(0, calls, body, q)
@@ -200,7 +212,7 @@ def gather_and_xla(q, k, v, table, length, visible, positions):
     return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
 
 
-def attention_call(backend: str, tiling=None):
+def attention_call(backend: str | None, tiling=None):
     """The call that a chain repeats."""
     from pallas_kernels import tree_attention
 
@@ -227,22 +239,22 @@ def measure_points(rows: Rows, out: pathlib.Path, todo: list):
             return
         ks, vs, table = pools.get(L, B, S)
         kv_bytes = 2 * B * L * K * D * 2
-        expected = max(kv_bytes / rate, 5e-6) * 2 * len(ks)
-        calls = max(2, int(0.01 / expected))
+        body = calls_of_body(len(ks))
+        calls = max(2, int(0.01 / (max(kv_bytes / rate, 5e-6) * 2 * body)))
 
         def compiled(item, calls=calls, ks=ks, vs=vs, table=table, L=L, B=B):
             q, length, visible, positions = tree_inputs(item[2], L, B)
             arguments = (q, ks, vs, table, length, visible, positions)
-            return chain(item[1], calls).lower(*arguments).compile(), arguments
+            return chain(item[1], calls, item[0].endswith("own mask")).lower(*arguments).compile(), arguments
 
         with concurrent.futures.ThreadPoolExecutor(min(12, os.cpu_count() or 1)) as pool:
             futures = [(item, pool.submit(compiled, item)) for item in items]
             concurrent.futures.wait([f for _, f in futures], timeout=max(1.0, rows.stop - time.time()))
             for (name, _, T, *_), future in futures:
 
-                def measure(future=future, T=T, calls=calls, ks=ks, L=L, B=B, S=S, kv_bytes=kv_bytes):
+                def measure(future=future, T=T, calls=calls, body=body, L=L, B=B, S=S, kv_bytes=kv_bytes):
                     f, arguments = future.result(timeout=20)
-                    seconds = best_time(f, *arguments) / (calls * len(ks))
+                    seconds = best_time(f, *arguments) / (calls * body)
                     row = {"T": T, "context": L, "batch": B, "page": S, "us": seconds * 1e6}
                     return row | {"gbps": kv_bytes / seconds / 1e9, "share": kv_bytes / rate / seconds}
 
@@ -254,28 +266,55 @@ def label(tiling) -> str:
     return f"{tiling.split}/{tiling.block}/{tiling.rows}/{tiling.num_warps}/{tiling.num_stages}"
 
 
-def main_part(rows: Rows, out: pathlib.Path):
-    """Default tilings at every point, and XLA over gathered pages for comparison."""
+def default_backend(T: int, L: int, B: int) -> str:
+    """What `tree_attention` chooses at a point, for a row's name."""
+    import importlib
+
+    import jax
+    import jax.numpy as jnp
+
+    entry = importlib.import_module("pallas_kernels.tree_attention")
+    q = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((1, 16, K, D), jnp.bfloat16)
+    return entry.choose_backend(q, pool, pool, L + 64, entry._capability())
+
+
+def targets_part(rows: Rows, out: pathlib.Path):
+    """The default choice at every point that has a target, the other back end and, where it is short, XLA beside it."""
     todo = []
-    for T, L, B in POINTS:
-        for backend in ("mosaic", "triton", "xla"):
-            if backend != "xla" or (L <= 8192 and T < 64):
-                todo.append((f"T={T} L={L} B={B} {backend}", attention_call(backend), T, L, B, 16))
-    for S in (64, 1):
-        for backend in ("mosaic", "triton")[S == 1 :]:
-            for T in (1, 16):
-                todo.append((f"T={T} L=8192 B=1 {backend} S={S}", attention_call(backend), T, 8192, 1, S))
+    for T, L, B in TARGETS:
+        chosen, point = default_backend(T, L, B), f"T={T} L={L} B={B}"
+        todo.append((f"{point} default ({chosen})", attention_call(None), T, L, B, 16))
+        todo += [(f"{point} {x}", attention_call(x), T, L, B, 16) for x in ("mosaic", "triton") if x != chosen]
+        if L == 512 and T < 64:
+            todo.append((f"{point} xla", attention_call("xla"), T, L, B, 16))
+        if (L, B) == (512, 1):
+            todo.append((f"{point} default ({chosen}), own mask", attention_call(None), T, L, B, 16))
     measure_points(rows, out, todo)
 
 
-def tilings_part(rows: Rows, out: pathlib.Path):
-    """Other tilings at the points that matter most."""
+def choices_part(rows: Rows, out: pathlib.Path):
+    """A few other tilings at the same points."""
+    from pallas_kernels.tilings import Tiling
+
     todo = []
-    for T, L, B in SWEEP_POINTS:
-        for backend in ("mosaic", "triton"):
-            for tiling in sweep_tilings(backend, T):
-                name = f"T={T} L={L} B={B} {backend} {label(tiling)}"
-                todo.append((name, attention_call(backend, tiling), T, L, B, 16))
+    for (T, L, B), text in CHOICES.items():
+        for clause in text.split("; "):
+            backend, values = clause.split(" ", 1)
+            for value in values.split(", "):
+                tiling = Tiling(*map(int, value.split("/")))
+                todo.append((f"T={T} L={L} B={B} {backend} {value}", attention_call(backend, tiling), T, L, B, 16))
+    measure_points(rows, out, todo)
+
+
+def more_part(rows: Rows, out: pathlib.Path):
+    """Both back ends' own choice at points without a target, and at other page sizes."""
+    points = [(T, L, B, 16) for L, B in ((32768, 8), (2048, 1), (2048, 8)) for T in (1, 16, 64)]
+    points += [(64, 32768, 1, 16), (64, 8192, 8, 16)] + [(T, 8192, 1, S) for S in (64, 1) for T in (1, 16)]
+    todo = []
+    for T, L, B, S in points:
+        for backend in ("mosaic", "triton")[S == 1 :]:
+            todo.append((f"T={T} L={L} B={B} {backend} S={S}", attention_call(backend), T, L, B, S))
     measure_points(rows, out, todo)
 
 
@@ -347,7 +386,8 @@ def child(part: str, out: pathlib.Path, limit: float):
     if part == "bandwidth":
         bandwidth(rows)
     else:
-        {"main": main_part, "tilings": tilings_part, "commit": commit_part, "ncu": ncu_part}[part](rows, out)
+        parts = {"targets": targets_part, "choices": choices_part, "more": more_part, "commit": commit_part, "ncu": ncu_part}
+        parts[part](rows, out)
 
 
 NCU_METRICS = (
@@ -405,7 +445,7 @@ def table(out: pathlib.Path):
         path = out / f"{part}.json"
         for name, row in (json.loads(path.read_text()) if path.exists() else {}).items():
             every.append({"part": part, "name": name, **row})
-            if part in ("main", "tilings"):
+            if part in ("targets", "choices", "more"):
                 words = name.split(" ", 3)
                 points.setdefault(" ".join(words[:3]), []).append((words[3], row))
             elif part != "ncu":
@@ -423,8 +463,8 @@ def main():
     """Parses the command line; see the module's first lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the JSON files")
-    parser.add_argument("--parts", default=",".join(PARTS), help="which parts, in this order")
-    parser.add_argument("--budget", type=float, default=360.0, help="seconds in all")
+    parser.add_argument("--parts", default="bandwidth,targets,choices", help=f"which of {', '.join(PARTS)}, in this order")
+    parser.add_argument("--budget", type=float, default=200.0, help="seconds in all")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     out = options.out.resolve()
