@@ -260,9 +260,9 @@ def run_sweep(args: argparse.Namespace) -> int:
     setup = f"{args.target}, {args.draft}, {source} x {len(prompts)}, {args.max_new_tokens} tokens, {args.dtype or 'default'}"
 
     def measure(setting: sweep.Setting) -> dict[str, Any]:
-        how = {"algorithm": args.algorithm, "draft": draft, "spec": SpecConfig(*setting[1:])}
-        if setting.is_plain:
-            how = {"algorithm": "none"}
+        how: dict[str, Any] = {"algorithm": "none"}
+        if not setting.is_plain:
+            how = {"algorithm": args.algorithm, "draft": draft, "spec": SpecConfig(*setting[1:])}
         found = decode.measure_decoding(target, prompts, batch=setting.batch_size, max_new_tokens=args.max_new_tokens, **how)
         return {
             "acc_length": found.accept_length, "step_time": found.round_ms / 1e3, "tokens_per_second": found.tokens_per_second,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import bench
-from jaxspec.benchmarking import decode, shapes, suites
+from jaxspec.benchmarking import decode, shapes, suites, sweep
 from jaxspec.benchmarking.bandwidth import Bandwidth, measure_bandwidth
 from jaxspec.benchmarking.parts import PARTS
 from jaxspec.benchmarking.rounds import RoundCase, RoundResult
@@ -54,6 +54,21 @@ def test_compare_finds_equal_tokens(tmp_path, capsys):
     assert on["algorithm"] == "NGRAM 4"
     assert off["completion_tokens"] == on["completion_tokens"] == 4 * 8
     assert off["accept_length"] == 1.0 <= on["accept_length"]
+
+
+def test_a_sweep_writes_its_table_and_names_the_best_setting(tmp_path, capsys):
+    path = tmp_path / "sweep.csv"
+    arguments = [
+        "sweep", "--target", "tiny", "--draft", "eagle3", "--csv", str(path), "--steps", "0", "--topk", "0",
+        "--num-draft-tokens", "0", "--prompt-length", "12", "--limit", "3", "--max-new-tokens", "8", "--batch", "2",
+    ]  # fmt: skip
+    assert bench.main(arguments) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["2", "0/0/0", "1.00"]
+    (row,) = sweep.read_rows(path)
+    assert row["acc_length"] == 1.0
+    assert row["completion_tokens"] == 4 * 8
+    assert bench.main(arguments) == 0
+    assert sweep.read_rows(path) == [row]
 
 
 def test_prefill_reports_each_length(capsys):
