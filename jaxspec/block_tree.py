@@ -1,20 +1,26 @@
 """Trees over a block: every depth has the same candidates on every path, as one-pass drafters give them.
 
-A path's score is the sum of its candidates' log-probabilities, so the best nodes are found without running anything: by a
-best-first search on the device, in static shapes.
+A path's score is the sum of its candidates' log-probabilities, so the best nodes are found without running anything. Two ways
+give the same tree: a search that finds one node a step, and, for small trees, one ranking of all nodes that could be in it.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.tree import DraftTree, from_parents
+from jaxspec.tree import DraftTree, from_parents, root_only
 
 NONE = jnp.iinfo(jnp.int32).max
+
+LARGEST_TABLE = 4096
+"""Most nodes that are ranked at once (enough for 32 nodes over any block). A search takes a dozen small kernels a node, which
+launches alone make slow on a GPU; the ranking takes half a dozen in all."""
 
 
 class Nodes(NamedTuple):
@@ -48,14 +54,19 @@ def best_first(
       whole_families: JetSpec's way (arXiv 2606.18394): expanding a node adds all its K children at once until the budget is
         full. Fewer steps, but not the best tree of its size; impossible candidates take up room as padding.
     """
-    batch, depths, width = log_probs.shape
+    if num_nodes == 1:
+        return root_only(root)
+    _, depths, width = log_probs.shape
     log_probs = log_probs.astype(jnp.float32)
+    table = None if whole_families else _reachable(depths, width, num_nodes)
     if whole_families:
         nodes = _families(root, log_probs, tokens, num_nodes)
+    elif table is not None:
+        nodes = _ranked(root, log_probs, tokens, num_nodes, table)
     else:
         nodes = _singles(root, log_probs, tokens, num_nodes)
     return from_parents(
-        nodes.token, nodes.parent, jnp.isfinite(nodes.score), max_depth=min(depths, max(num_nodes - 1, 1))
+        nodes.token, nodes.parent, jnp.isfinite(nodes.score), max_depth=min(depths, num_nodes - 1)
     )  # fmt: skip
 
 
@@ -81,6 +92,66 @@ def _best(nodes: Nodes, open_: Bool[Array, "B n"], width: int) -> Int[Array, " B
     order = jnp.where(tied, order, NONE)
     tied &= order == jnp.min(order, 1, keepdims=True)
     return jnp.argmin(jnp.where(tied, nodes.parent, NONE), 1)
+
+
+class Reachable(NamedTuple):
+    """Nodes that a tree of given size can hold, whatever the probabilities; in the order of ties.
+
+    Attributes:
+      ranks: rank of the candidate at every depth of the node's path; -1 behind its end.
+      parent: index of the node's parent, -1 for children of the root.
+    """
+
+    ranks: np.ndarray
+    parent: np.ndarray
+
+
+@functools.cache
+def _reachable(depths: int, width: int, num_nodes: int) -> Reachable | None:
+    """The table for `_ranked`; None when it would be too large.
+
+    A node is at most as probable as each node whose path is no longer and nowhere of a higher rank. Of these there are
+    Π (rank + 1) at every depth, so only nodes where they all fit into the tree can be among the best.
+    """
+    found: list[tuple[int, ...]] = []
+    paths = [((), 1, 0)]
+    while paths:
+        path, count, total = paths.pop()
+        for rank in range(width if len(path) < depths else 0):
+            better = count * (rank + 1)
+            if total + better > num_nodes - 1:
+                break
+            found.append((*path, rank))
+            if len(found) > LARGEST_TABLE:
+                return None
+            paths.append((found[-1], better, total + better))
+    found.sort(key=lambda path: (len(path), path[::-1]))
+    index = {path: i for i, path in enumerate(found)}
+    ranks = np.full((len(found), depths), -1, np.int32)
+    for row, path in zip(ranks, found, strict=True):
+        row[: len(path)] = path
+    return Reachable(ranks, np.array([index.get(path[:-1], -1) for path in found], np.int32))
+
+
+def _ranked(root: Array, log_probs: Array, tokens: Array, num_nodes: int, table: Reachable) -> Nodes:
+    """The best of all reachable nodes at once."""
+    batch, depths, _ = log_probs.shape
+    count = min(num_nodes - 1, len(table.parent))
+    nodes = _empty(batch, num_nodes)
+    zero = jnp.zeros((batch, 1), jnp.int32)
+    nodes = _put(nodes, 0, Nodes(jnp.zeros((batch, 1)), root[:, None], zero, zero, zero - 1))
+    scores = jnp.zeros((batch, len(table.parent)))
+    for i in range(depths):
+        ranks = table.ranks[:, i]
+        scores += jnp.where(ranks >= 0, log_probs[:, i, np.maximum(ranks, 0)], 0.0)
+    scores, kept = jax.lax.top_k(scores, count)
+    depth = (table.ranks >= 0).sum(1).astype(np.int32)
+    rank = table.ranks[np.arange(len(depth)), depth - 1]
+    depth, rank, wanted = (jnp.asarray(x)[kept] for x in (depth, rank, table.parent))
+    token = tokens[jnp.arange(batch)[:, None], depth - 1, rank]
+    match = wanted[:, :, None] == kept[:, None, :]
+    parent = jnp.where(wanted < 0, 0, jnp.where(match.any(-1), jnp.argmax(match, -1) + 1, -1))
+    return _put(nodes, 1, Nodes(scores, token, depth, rank, parent))
 
 
 def _singles(root: Array, log_probs: Array, tokens: Array, num_nodes: int) -> Nodes:

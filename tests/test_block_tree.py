@@ -1,6 +1,7 @@
 """Best-first trees over a block against a heap on the host, with ties, impossible candidates and budgets of every size."""
 
 import heapq
+from functools import partial
 
 import jax
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxspec import block_tree
 from jaxspec.block_tree import best_first
 from jaxspec.tree import unpack_bits
 
@@ -58,17 +60,32 @@ VALUES = st.sampled_from([-0.25, -0.5, -0.5, -1.0, -2.0, -np.inf])
 ROWS = st.lists(VALUES, min_size=BATCH * DEPTHS * WIDTH, max_size=BATCH * DEPTHS * WIDTH)
 
 
-@pytest.mark.parametrize("num_nodes", [2, 9, 45])  # 45 exceeds 1 + 3 + 9 + 27
-@pytest.mark.parametrize("whole_families", [False, True])
+def searched(*args, num_nodes: int):
+    """The search, also where a ranking would do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_tree, "LARGEST_TABLE", 0)
+        block_tree._reachable.cache_clear()
+        tree = SEARCH(*args, num_nodes=num_nodes)
+        block_tree._reachable.cache_clear()
+        return tree
+
+
+SEARCH = jax.jit(lambda *args, num_nodes: best_first(*args, num_nodes=num_nodes), static_argnames="num_nodes")
+WAYS = {"ranked": BUILD, "searched": searched, "families": partial(BUILD, whole_families=True)}
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 9, 45])  # 45 exceeds 1 + 3 + 9 + 27
+@pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(values=ROWS)
-def test_equals_a_heap_on_the_host(num_nodes, whole_families, values):
+def test_equals_a_heap_on_the_host(num_nodes, way, values):
+    whole_families = way == "families"
     values = np.array(values, np.float32)
     values = np.where(np.isfinite(values), values, -4.0) if whole_families else values  # there they would take up room
     log_probs = -np.sort(-values.reshape(BATCH, DEPTHS, WIDTH), axis=-1).astype(np.float32)
     tokens = np.random.default_rng(0).permuted(np.tile(np.arange(9), (BATCH, DEPTHS, 1)), axis=-1)[..., :WIDTH].astype(np.int32)
     root = np.arange(BATCH, dtype=np.int32)
-    tree = BUILD(root, log_probs, tokens, num_nodes=num_nodes, whole_families=whole_families)
+    tree = WAYS[way](root, log_probs, tokens, num_nodes=num_nodes)
     assert tree.num_nodes == num_nodes
     for row in range(BATCH):
         reference = families_on_the_host if whole_families else on_the_host
@@ -104,3 +121,8 @@ def test_a_node_is_a_chain_when_there_is_one_candidate():
     tree = BUILD(np.zeros(1, np.int32), log_probs, np.array([[[4], [5], [6]]], np.int32), num_nodes=4)
     assert tree.tokens[0].tolist() == [0, 4, 5, 6]
     assert tree.parent[0].tolist() == [-1, 0, 1, 2]
+
+
+def test_large_trees_are_searched():
+    assert block_tree._reachable(15, 8, 32) is not None
+    assert block_tree._reachable(15, 8, 64) is None
