@@ -71,6 +71,22 @@ def test_tilings(backend, split, stages):
     check(REAL[1], jnp.bfloat16, backend, Tiling(split, 64, rows=64, num_stages=stages))
 
 
+@pytest.mark.parametrize(
+    "tiling", [(0, 128, 16, 4, 3), (0, 128, 32), (0, 64, 64), (1024, 128, 16, 4, 2), (256, 128, 16, 8, 3)], ids=str
+)
+@pytest.mark.parametrize("T", [1, 16, 60])
+def test_small_row_tiles(T, tiling):
+    check(Case(**LLAMA, T=T, N=36, B=3, lengths=(510, 0, 129)), jnp.bfloat16, "triton", Tiling(*tiling))
+
+
+@pytest.mark.parametrize(
+    "case", [Case(**LLAMA, T=T, N=N, B=B) for T in (1, 16, 64) for N in (36, 100) for B in (1, 8)], ids=lambda c: c.name
+)
+def test_default_choice(case):
+    """What `backend=None` picks on this chip for short tables and long ones."""
+    check(case, jnp.bfloat16, entry.choose_backend(*build(case, jnp.bfloat16)[0][:3], case.N * case.S, entry._capability()))
+
+
 @pytest.mark.parametrize("backend", ["triton", "mosaic"])
 def test_what_nobody_wrote_is_never_read(backend):
     """Partial results of a table far longer than the sequence stay unwritten; memory full of NaN must not leak in."""
