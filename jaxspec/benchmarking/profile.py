@@ -99,7 +99,7 @@ def record(
             run()
         files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
         found = [op for file in files for op in (read or operations)(jax.profiler.ProfileData.from_file(file))]
-    return [op for op in found if module is None or op.module in ("", module)]
+    return [op for op in found if module is None or op.module.partition("(")[0] in ("", module)]
 
 
 def operations(data: Any) -> list[Operation]:
