@@ -32,7 +32,7 @@ SGLANG_BUSY_MS = {
 def markdown(rows: list[dict]) -> str:
     """The rows as a Markdown table, in the order in which they were measured."""
     lines = [
-        "| round | batch | context | jaxspec ms | floor ms | floor / time | SGLang ms (GPU busy) | ratio | where the time goes |",
+        "| round | batch | context | jaxspec ms | floor ms | floor / time | SGLang ms (GPU busy) | ratio | where the ms go |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
