@@ -73,7 +73,7 @@ def test_greedy_answers_equal_plain_decoding_in_every_combination(case, tree):
         check(case, tree, page_size, batch, chunk, penalized)
 
 
-PROMPT, ROWS, LENGTH, TEMPERATURE = [1, 4, 2], 2000, 3, 3.0
+PROMPT, ROWS, LENGTH, TEMPERATURE = [1, 4, 2], 1500, 3, 3.0
 
 
 @cache
