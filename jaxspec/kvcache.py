@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pytree import pytree
-from pallas_kernels import kv_compact, kv_write
+from pallas_kernels import kv_compact_layers, kv_write
 
 SCRATCH_PAGE = 0
 
@@ -91,10 +91,11 @@ def compact(
     """
     size = layers[0].k.shape[1]
     order = jnp.arange(path.shape[1])[None]
-    moved = (order < count[:, None]) & (path >= 0)
-    source = find_slots(page_table, size, base[:, None] + path, moved)
-    target = find_slots(page_table, size, base[:, None] + order, moved)
-    return tuple(LayerKV(*kv_compact(layer.k, layer.v, source, target)) for layer in layers)
+    used = (order < count[:, None]) & (path >= 0)
+    source = find_slots(page_table, size, base[:, None] + path, used)
+    target = find_slots(page_table, size, base[:, None] + order, used)
+    moved = kv_compact_layers([pool for layer in layers for pool in layer], source, target)
+    return tuple(map(LayerKV, moved[::2], moved[1::2]))
 
 
 class OutOfPages(RuntimeError):

@@ -1,12 +1,23 @@
 """Writing keys and values into a paged pool, and moving an accepted path's entries together: in place when donated.
 
 Plain jnp: XLA's scatter into a donated pool copies nothing, whatever the pool's size (`tests/kernels/test_kv_commit.py`
-reads that from the compiled program), and `benchmarks/kernels/attention.py` times it beside the bytes that it must move.
+reads that from the compiled program), and `benchmarks/kernels/attention.py` times it beside the bytes that it must move. On a
+GPU the compaction of all layers is one Triton kernel: a scatter a layer took 4 us on an H200, 0.13 ms a round of 32 layers.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
+
+Entries = tuple[Int[Array, "B A"], Int[Array, "B A"]]
+MOST_POOLS = 256  # of one kernel, whose arguments are limited to 4 KB
 
 
 def kv_write(
@@ -29,10 +40,81 @@ def kv_write(
 
 
 def kv_compact(
-    k_pages: Float[Array, "P S K Dk"],
-    v_pages: Float[Array, "P S K Dv"],
-    source: tuple[Int[Array, "B A"], Int[Array, "B A"]],
-    target: tuple[Int[Array, "B A"], Int[Array, "B A"]],
+    k_pages: Float[Array, "P S K Dk"], v_pages: Float[Array, "P S K Dv"], source: Entries, target: Entries
 ) -> tuple[Float[Array, "P S K Dk"], Float[Array, "P S K Dv"]]:
     """Copies the entries at `source` (page, slot) to `target`; all are read before any is written."""
     return kv_write(k_pages, v_pages, *target, k_pages[source], v_pages[source])
+
+
+def kv_compact_layers(
+    pools: Sequence[Float[Array, "P S K D"]], source: Entries, target: Entries, *, kernel: bool | None = None, interpret=False
+) -> tuple[Float[Array, "P S K D"], ...]:
+    """`kv_compact` on the key and value pools of every layer at once.
+
+    Sequences may share scratch pages only: what one sequence's entries write, no other's may read.
+
+    Args:
+      pools: any number of pools of one number of pages.
+      source, target: (page, slot) of each entry before and after.
+      kernel: one Triton kernel instead of a scatter a pool; None: on CUDA GPUs from Ampere on.
+      interpret: run that kernel on a CPU.
+    """
+    if kernel is None:
+        kernel = _has_kernel()
+    if not kernel:
+        return tuple(p.at[target].set(p[source], mode="drop") for p in pools)
+    done = []
+    for i in range(0, len(pools), MOST_POOLS // 2):
+        done += _compact(tuple(pools[i : i + MOST_POOLS // 2]), source, target, interpret)
+    return tuple(done)
+
+
+@functools.cache
+def _has_kernel() -> bool:
+    if jax.default_backend() not in ("gpu", "cuda"):
+        return False
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    return bool(capability) and float(capability) >= 8.0
+
+
+def _compact(pools: tuple, source: Entries, target: Entries, interpret: bool) -> list:
+    B, A = source[0].shape
+    rows = max(2, pl.next_power_of_2(A))
+    heads = max(p.shape[2] for p in pools)
+
+    def move(*refs):
+        from_page, from_slot, to_page, to_slot = refs[:4]
+        layer, head, b = (pl.program_id(i) for i in range(3))
+        entry = jnp.arange(rows)
+        exists = entry < A
+        at = b, jnp.minimum(entry, A - 1)
+        places = [plt.load(ref.at[at], mask=exists, other=0) for ref in (from_page, from_slot, to_page, to_slot)]
+        for i, (before, after) in enumerate(zip(refs[4 : 4 + len(pools)], refs[4 + len(pools) :], strict=True)):
+            P, S, K, D = before.shape
+
+            @pl.when((layer == i) & (head < K))
+            def _(before=before, after=after, P=P, D=D):
+                channel = jnp.arange(pl.next_power_of_2(D))[None]
+                page, slot, new_page, new_slot = places
+                moves = exists & (new_page >= 0) & (new_page < P) & ((page != new_page) | (slot != new_slot))
+                new_page = jnp.where(moves, new_page, P)  # interpreted stores must drop what stays, not collide with it
+                page, slot, new_page, new_slot = (x[:, None] for x in (page, slot, new_page, new_slot))
+                moved = moves[:, None] & (channel < D)
+                value = plt.load(before.at[page, slot, head, channel], mask=moved, other=0)
+                if not interpret:
+                    plt.debug_barrier()  # every thread of the program has read
+                plt.store(after.at[new_page, new_slot, head, channel], value, mask=moved)
+
+    indices = (*source, *target)
+    whole = [pl.BlockSpec(x.shape, lambda *_, n=x.ndim: (0,) * n) for x in (*indices, *pools)]
+    return pl.pallas_call(
+        move,
+        grid=(len(pools), heads, B),
+        in_specs=whole,
+        out_specs=whole[4:],
+        out_shape=[jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools],
+        input_output_aliases={4 + i: i for i in range(len(pools))},
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="kv_compact",
+    )(*indices, *pools)

@@ -319,11 +319,11 @@ def more_part(rows: Rows, out: pathlib.Path):
 
 
 def commit_part(rows: Rows, out: pathlib.Path):
-    """XLA's donated scatter: write and compaction of a few entries in a big pool, per layer."""
+    """Write and compaction of a few entries in big donated pools, per layer."""
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.kv_commit import kv_compact, kv_write
+    from pallas_kernels.kv_commit import kv_compact_layers, kv_write
 
     layers, S, P = 32, 16, 4096
     make = jax.jit(lambda: [jnp.zeros((P, S, K, D), jnp.bfloat16) for _ in range(2 * layers)])
@@ -351,15 +351,18 @@ def commit_part(rows: Rows, out: pathlib.Path):
         new = (kv_write(*pair, page, slot, k, k) for pair in pairs(pools))
         return [x for pair in new for x in pair]
 
-    def compact_all(pools, page, source, target):
-        new = (kv_compact(*pair, (page, source), (page, target)) for pair in pairs(pools))
-        return [x for pair in new for x in pair]
+    def compact_all(pools, page, source, target, kernel=None):
+        return list(kv_compact_layers(pools, (page, source), (page, target), kernel=kernel))
+
+    def scatter_all(*arguments):
+        return compact_all(*arguments, kernel=False)
 
     for B, T in ((1, 1), (1, 16), (8, 4), (8, 64)):
         index = jnp.arange(B * T).reshape(B, T)
         k = jnp.ones((B, T, K, D), jnp.bfloat16)
         rows.run(f"write B={B} T={T}", lambda i=index, k=k: timed(write_all, i // S, i % S, k))
         rows.run(f"compact B={B} T={T}", lambda i=index: timed(compact_all, i // S, i % S, (i + 1) % S))
+        rows.run(f"compact by scatter B={B} T={T}", lambda i=index: timed(scatter_all, i // S, i % S, (i + 1) % S))
 
 
 def ncu_part(rows: Rows, out: pathlib.Path):

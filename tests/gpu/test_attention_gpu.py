@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference, tree_attention
-from pallas_kernels.kv_commit import kv_compact, kv_write
+from pallas_kernels.kv_commit import kv_compact, kv_compact_layers, kv_write
 from pallas_kernels.tilings import Tiling
 from tests.kernels.attention_cases import CASES, TOLERANCE, Case, build, in_float32, row_error
 
@@ -120,3 +120,21 @@ def test_commit_is_in_place():
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes == 2 * size
         assert memory.temp_size_in_bytes < size // 10
+
+
+@pytest.mark.parametrize("B, A", [(1, 1), (1, 8), (8, 5), (3, 16)])
+def test_compaction_of_all_layers(B, A):
+    """The kernel moves what the scatters move, overlapping paths included, and nothing else."""
+    rng = np.random.default_rng(A)
+    P, S = 200, 16
+    pools = [jnp.asarray(rng.standard_normal((P, S, K, D)), jnp.bfloat16) for K, D in ((8, 128), (8, 128), (3, 96), (1, 576))]
+    table = rng.permutation(np.arange(1, P))[: B * 4].reshape(B, 4)
+    path = np.sort(np.stack([rng.permutation(40)[:A] for _ in range(B)]), axis=1)
+    base = rng.integers(0, 20, (B, 1))
+    source, target = base + path, base + np.arange(A)[None]
+    places = [(jnp.asarray(np.take_along_axis(table, x // S, 1)), jnp.asarray(x % S)) for x in (source, target)]
+    want = jax.jit(lambda x: kv_compact_layers(x, *places, kernel=False))(pools)
+    compiled = jax.jit(lambda x: kv_compact_layers(x, *places), donate_argnums=0).lower(pools).compile()
+    assert "triton" in compiled.as_text() and compiled.memory_analysis().temp_size_in_bytes < 1e6
+    for got, expected in zip(compiled(pools), want, strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from pallas_kernels.kv_commit import kv_compact, kv_write
+from pallas_kernels.kv_commit import kv_compact, kv_compact_layers, kv_write
 
 
 def pools(rng, P=9, S=4, K=2, Dk=8, Dv=4):
@@ -35,6 +36,20 @@ def test_compact_reads_before_it_writes():
     for before, after in zip((k_pages, v_pages), moved, strict=True):
         want = np.array(before)
         want[5, :3] = want[5, [0, 2, 3]]
+        np.testing.assert_array_equal(np.asarray(after), want)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["scatter", "kernel"])
+def test_compaction_of_all_layers(kernel):
+    """Two layers of unlike heads, two sequences, a path that overlaps itself, an entry that stays, one that is dropped."""
+    rng = np.random.default_rng(2)
+    layers = [*pools(rng), *pools(rng, K=3, Dk=6)]
+    source = jnp.array([[5, 5, 6], [2, 0, 2]]), jnp.array([[0, 2, 1], [3, 0, 1]])
+    target = jnp.array([[5, 5, 5], [2, 0, 99]]), jnp.array([[0, 1, 2], [0, 0, 1]])
+    got = jax.jit(lambda x: kv_compact_layers(x, source, target, kernel=kernel, interpret=kernel))(layers)
+    for before, after in zip(layers, got, strict=True):
+        want = np.array(before)
+        want[5, 1], want[5, 2], want[2, 0] = (np.array(before)[i] for i in ((5, 2), (6, 1), (2, 3)))
         np.testing.assert_array_equal(np.asarray(after), want)
 
 
