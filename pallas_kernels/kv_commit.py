@@ -7,7 +7,6 @@ GPU the compaction of all layers is one Triton kernel: a scatter a layer took 4 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -15,6 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels import device
 
 Entries = tuple[Int[Array, "B A"], Int[Array, "B A"]]
 MOST_POOLS = 256  # of one kernel, whose arguments are limited to 4 KB
@@ -60,21 +61,13 @@ def kv_compact_layers(
       interpret: run that kernel on a CPU.
     """
     if kernel is None:
-        kernel = _has_kernel()
+        kernel = (device.capability() or 0) >= 8.0
     if not kernel:
         return tuple(p.at[target].set(p[source], mode="drop") for p in pools)
     done = []
     for i in range(0, len(pools), MOST_POOLS // 2):
         done += _compact(tuple(pools[i : i + MOST_POOLS // 2]), source, target, interpret)
     return tuple(done)
-
-
-@functools.cache
-def _has_kernel() -> bool:
-    if jax.default_backend() not in ("gpu", "cuda"):
-        return False
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    return bool(capability) and float(capability) >= 8.0
 
 
 def _compact(pools: tuple, source: Entries, target: Entries, interpret: bool) -> list:

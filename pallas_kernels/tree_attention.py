@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels import reference, tilings, tree_attention_triton
+from pallas_kernels import device, reference, tilings, tree_attention_triton
 from pallas_kernels.tilings import Problem, Tiling
 
 Backend = Literal["reference", "triton", "mosaic"]
@@ -27,15 +27,6 @@ def _mosaic():
     except ImportError:
         return None
     return tree_attention_mosaic if tree_attention_mosaic.AVAILABLE else None
-
-
-@functools.cache
-def _capability() -> float | None:
-    """Compute capability of the default device, None where it is no CUDA GPU."""
-    if jax.default_backend() not in ("gpu", "cuda"):
-        return None
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    return float(capability) if capability else None
 
 
 @functools.cache
@@ -101,7 +92,7 @@ def tree_attention(
       ValueError: a back end was asked for by name that does not serve the case, or not with this jax.
     """
     num_slots = page_table.shape[1] * k_pages.shape[1]
-    backend = backend or choose_backend(q, k_pages, v_pages, num_slots, _capability())
+    backend = backend or choose_backend(q, k_pages, v_pages, num_slots, device.capability())
     arguments = (q, k_pages, v_pages, page_table, length, visible, positions, inflight_positions)
     options = {"scale": scale, "window": window, "sink": sink, "softcap": softcap}
     if backend == "reference":

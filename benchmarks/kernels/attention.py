@@ -273,10 +273,12 @@ def default_backend(T: int, L: int, B: int) -> str:
     import jax
     import jax.numpy as jnp
 
+    from pallas_kernels import device
+
     entry = importlib.import_module("pallas_kernels.tree_attention")
     q = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)
     pool = jax.ShapeDtypeStruct((1, 16, K, D), jnp.bfloat16)
-    return entry.choose_backend(q, pool, pool, L + 64, entry._capability())
+    return entry.choose_backend(q, pool, pool, L + 64, device.capability())
 
 
 def targets_part(rows: Rows, out: pathlib.Path):

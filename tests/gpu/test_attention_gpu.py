@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import reference, tree_attention
+from pallas_kernels import device, reference, tree_attention
 from pallas_kernels.kv_commit import kv_compact, kv_compact_layers, kv_write
 from pallas_kernels.tilings import Tiling
 from tests.kernels.attention_cases import CASES, TOLERANCE, Case, build, in_float32, row_error
@@ -84,7 +84,7 @@ def test_small_row_tiles(T, tiling):
 )
 def test_default_choice(case):
     """What `backend=None` picks on this chip for short tables and long ones."""
-    check(case, jnp.bfloat16, entry.choose_backend(*build(case, jnp.bfloat16)[0][:3], case.N * case.S, entry._capability()))
+    check(case, jnp.bfloat16, entry.choose_backend(*build(case, jnp.bfloat16)[0][:3], case.N * case.S, device.capability()))
 
 
 @pytest.mark.parametrize("backend", ["triton", "mosaic"])

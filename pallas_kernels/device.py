@@ -1,0 +1,16 @@
+"""Which GPU the kernels are chosen for: one place, which a compilation without a device may replace."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+
+@functools.cache
+def capability() -> float | None:
+    """Compute capability of the default device, None where it is no CUDA GPU."""
+    if jax.default_backend() not in ("gpu", "cuda"):
+        return None
+    found = getattr(jax.devices()[0], "compute_capability", None)
+    return float(found) if found else None
