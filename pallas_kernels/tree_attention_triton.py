@@ -120,13 +120,7 @@ def _attention(
             inside = inside[:, None]
             ahead = pages_of(following)
             page = page if one_page else page[:, None]
-            live = {"mask": (slot < stop)[:, None], "other": 0.0} if masked else {}
-            keys = [plt.load(k_ref.at[page, inside, head, channels(c)], **live) for c in channel_chunks(Dk)]
-            values = [plt.load(v_ref.at[page, inside, head, channels(c)], **live) for c in channel_chunks(Dv)]
-
-            scores = sum(_dot(qc, kc.astype(common), trans_b=True) for qc, kc in zip(qs, keys, strict=True))
-            scores = scores * (scale * LOG2E) if softcap is None else softcap * LOG2E * jnp.tanh(scores * (scale / softcap))
-            if masked:
+            if masked:  # the mask's words first: they arrive while keys do
                 bits = jnp.zeros((rows, block), jnp.int32)
                 in_block = slot - first
                 for w in range(block // WORD):
@@ -134,6 +128,13 @@ def _attention(
                     wanted = row_live & (index >= 0) & (index < A)
                     word = plt.load(words_ref.at[b, t, jnp.broadcast_to(index, (rows,))], mask=wanted, other=0)
                     bits = jnp.where((_divide(in_block, WORD) == w)[None], word[:, None], bits)
+            live = {"mask": (slot < stop)[:, None], "other": 0.0} if masked else {}
+            keys = [plt.load(k_ref.at[page, inside, head, channels(c)], **live) for c in channel_chunks(Dk)]
+            values = [plt.load(v_ref.at[page, inside, head, channels(c)], **live) for c in channel_chunks(Dv)]
+
+            scores = sum(_dot(qc, kc.astype(common), trans_b=True) for qc, kc in zip(qs, keys, strict=True))
+            scores = scores * (scale * LOG2E) if softcap is None else softcap * LOG2E * jnp.tanh(scores * (scale / softcap))
+            if masked:
                 seen = (lax.shift_right_logical(bits, jnp.broadcast_to((in_block & 31)[None], bits.shape)) & 1) != 0
                 prefix = (slot < length)[None]
                 if window is not None:
