@@ -73,7 +73,7 @@ class UnoDrafter(Drafter):
         """Runs the draft pass over fresh noise; the tree's root is the exact token."""
         return self.propose_over(params, state, ctx, self.noise_ids(ctx))
 
-    def noise_ids(self, ctx: RoundContext) -> Int[Array, "B T"]:
+    def noise_ids(self, ctx: RoundContext) -> Int[Array, "B n"]:
         """Noise for the rows that draft: a function of the round's keys, of the text alone, or the mask token."""
         shape = (self.block_size - 1,)
         if self.noise == "mask":
@@ -81,7 +81,7 @@ class UnoDrafter(Drafter):
         keys = text_keys(ctx.tokens, ctx.cache.length) if self.noise == "hash" else ctx.keys
         return jax.vmap(lambda key: jax.random.randint(key, shape, 1, self.noise_below))(tagged(keys, NOISE))
 
-    def propose_over(self, params, state, ctx: RoundContext, noise: Int[Array, "B T"]) -> Proposal:
+    def propose_over(self, params, state, ctx: RoundContext, noise: Int[Array, "B n"]) -> Proposal:
         """`propose` for given noise ids."""
         logits, layers = self.run(params, ctx, noise)
         logits = self.process(ctx, logits)
@@ -96,7 +96,7 @@ class UnoDrafter(Drafter):
             tree = best_first(exact, best, ids.astype(jnp.int32), num_nodes=self.num_draft_tokens)
         return Proposal(tree=tree, state=state, layers=layers, exact=exact[:, None], num_exact=jnp.ones_like(exact))
 
-    def run(self, params, ctx: RoundContext, noise: Int[Array, "B T"]) -> tuple[Float[Array, "B T V"], tuple[LayerKV, ...]]:
+    def run(self, params, ctx: RoundContext, noise: Int[Array, "B n"]) -> tuple[Float[Array, "B T V"], tuple[LayerKV, ...]]:
         """The pass over [bonus, noise …] at positions length, length + 1, …: raw logits of all rows, the target's pools."""
         config, base = ctx.config, ctx.cache.length
         tokens = jnp.concatenate([ctx.bonus[:, None], noise], 1)
