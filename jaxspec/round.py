@@ -97,9 +97,7 @@ class RoundOutput:
     num_drafts: Int[Array, " B"]
 
 
-def context(
-    program: Program, params: dict, state: RoundState, allowed: UInt32[Array, "B W"] | None = None
-) -> RoundContext:
+def context(program: Program, params: dict, state: RoundState, allowed: UInt32[Array, "B W"] | None = None) -> RoundContext:
     """The drafter's view of the state."""
     return RoundContext(
         params=params,

@@ -27,7 +27,8 @@ def depth_bars(stats: Stats) -> str:
     rows = []
     for depth, share in enumerate(stats.accept_by_depth, start=1):
         bar = f'<div style="background:#6fbf86;height:0.8em;width:{share * 12:.2f}em"></div>'
-        rows.append(f'<tr><td style="text-align:right">{depth}</td><td style="text-align:left">{bar}</td><td>{share:.0%}</td></tr>')
+        cells = f'<td style="text-align:right">{depth}</td><td style="text-align:left">{bar}</td><td>{share:.0%}</td>'
+        rows.append(f"<tr>{cells}</tr>")
     return f"<table><tr><th>depth</th><th>accepted</th><th></th></tr>{''.join(rows)}</table>" if rows else ""
 
 

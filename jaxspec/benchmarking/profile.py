@@ -1,7 +1,7 @@
-"""Device time of a compiled round by parts, from a profiler trace of the very program that is timed.
+"""Device time of a compiled round by parts, from a profiler trace of the program that is timed.
 
 Every operation in a trace names the HLO instruction that it belongs to, and the compiled program says which scopes that
-instruction came from. XLA runs without CUDA graphs while a profiler watches, so that kernels are seen one by one; the
+instruction came from. The program is compiled once more without CUDA graphs, so that kernels are seen one by one; the
 time between kernels is therefore taken from the unwatched run, not from here.
 """
 

@@ -189,16 +189,24 @@ class Runner:
         """Puts every sequence back to the context."""
         self.session.state = at_context(self.session.state, self.context)
 
-    def launch(self, arguments: tuple) -> None:
+    def launch(self, arguments: tuple, executable: Any = None) -> None:
         """Runs the program, which takes the state's memory over, and waits for it."""
-        self.session.state = self.executable(*arguments)
+        self.session.state = (executable or self.executable)(*arguments)
         jax.block_until_ready(self.session.state.tokens)
 
+    def without_graphs(self) -> Any:
+        """The same program, but every operation is launched by itself and seen by a profiler."""
+        self.reset()
+        return compiled(run_rounds, *self._arguments(1), graphs=False, program=self.session.program)[0]
+
     def record(self, rounds: int, **options: Any) -> list[profile.Operation]:
-        """What the device does in `rounds` rounds: `profile.record` around the program alone."""
+        """What the device does in `rounds` rounds: `profile.record` around the program alone, without CUDA graphs."""
+        program = self.without_graphs()
+        self.reset()
+        self.launch(jax.block_until_ready(self._arguments(1)), program)
         self.reset()
         arguments = jax.block_until_ready(self._arguments(rounds))
-        return profile.record(lambda: self.launch(arguments), **options)
+        return profile.record(lambda: self.launch(arguments, program), **options)
 
     @property
     def emitted(self) -> float:
@@ -264,7 +272,7 @@ def measure(
 def _traced_parts(runner: Runner, detail: Callable[[str], None] | None) -> dict[str, float]:
     """Milliseconds a round spends in each part, while a profiler watches."""
     found = runner.record(PROFILED_ROUNDS, module=PROGRAM)
-    sources = profile.instruction_sources(runner.executable.as_text())
+    sources = profile.instruction_sources(runner.without_graphs().as_text())
     if detail is not None:
         for name, scope, times, seconds in profile.largest(found, sources):
             detail(f"{seconds / PROFILED_ROUNDS * 1e3:9.4f} ms {times / PROFILED_ROUNDS:7.1f} x  {name}  {scope[-90:]}")

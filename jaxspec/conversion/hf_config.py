@@ -195,9 +195,7 @@ def qwen3_moe(raw: dict) -> ModelConfig:
         normalize_weights=bool(get(raw, "norm_topk_prob", False)),
     )
     windows = windows_of(raw, qwen_window(raw), lambda i: True)
-    return base(
-        raw, "qwen3_moe", "Qwen3MoeForCausalLM", windows=windows, qk_norm=True, qkv_bias=bias, out_bias=bias, moe=moe
-    )
+    return base(raw, "qwen3_moe", "Qwen3MoeForCausalLM", windows=windows, qk_norm=True, qkv_bias=bias, out_bias=bias, moe=moe)
 
 
 def phi3(raw: dict) -> ModelConfig:

@@ -148,9 +148,7 @@ def open_hf(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
         uno, tensors, rules = adapter
         drafts["uno"] = Part(uno, shapes_of(uno), tuple(rules))
     main = Part(config, shapes_of(config), tuple(hf.rules_for(config, prefix, head)))
-    return Checkpoint(
-        folder, "Hugging Face folder", main, tensors, tuple(ignored), TokenizerFiles.of_folder(folder), drafts
-    )
+    return Checkpoint(folder, "Hugging Face folder", main, tensors, tuple(ignored), TokenizerFiles.of_folder(folder), drafts)
 
 
 def open_hybrid_mtp(folder: Path, target: ModelConfig | None = None) -> Checkpoint:

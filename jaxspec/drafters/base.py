@@ -164,4 +164,3 @@ class Drafter:
         batch = ctx.bonus.shape[0]
         none = jnp.zeros((batch, 0), jnp.int32)
         return Proposal(tree=tree, state=state, layers=ctx.cache.layers, exact=none, num_exact=jnp.zeros(batch, jnp.int32))
-

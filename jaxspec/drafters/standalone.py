@@ -58,9 +58,7 @@ class StandaloneDrafter(Drafter):
         """Empty pools."""
         del params, max_len
         c = self.draft
-        layers = init_layers(
-            c.num_layers, num_pages, page_size, c.num_kv_heads, c.key_head_dim, c.value_head_dim, dtype
-        )
+        layers = init_layers(c.num_layers, num_pages, page_size, c.num_kv_heads, c.key_head_dim, c.value_head_dim, dtype)
         return StandaloneState(layers, jnp.zeros((batch, self.topk)), jnp.zeros((batch, self.topk), jnp.int32))
 
     def prefill(self, params, state, ctx: RoundContext, tokens, following, features, n_valid) -> StandaloneState:

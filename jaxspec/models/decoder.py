@@ -158,9 +158,7 @@ def decoder_layer(
 
     attention = attention_block if config.mla is None else latent_attention
     with jax.named_scope("attention"):
-        y, cache = attention(
-            norm(x, "input_norm"), params["attention"], config, config.windows[layer], angles, attend, cache
-        )
+        y, cache = attention(norm(x, "input_norm"), params["attention"], config, config.windows[layer], angles, attend, cache)
         x = x + (norm(y, "post_attention_norm") if config.sandwich_norms else y)
     with jax.named_scope("mlp"):
         y = norm(x, "mlp_norm")

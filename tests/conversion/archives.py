@@ -52,5 +52,3 @@ def save_torch(file: Path, tensors: dict[str, np.ndarray], **extra: bytes) -> No
 
 def raw_safetensors(file: Path, header: bytes, data: bytes = b"") -> None:
     file.write_bytes(struct.pack("<Q", len(header)) + header + data)
-
-

@@ -169,5 +169,3 @@ def check_end_to_end(folder: Path) -> float:
             raise Mismatch(f"round {i}: {int(out.num_drafts[0])} drafts accepted instead of {case.arrays['accepted'][i]}")
     case.compare("output_ids", state.tokens[0, : int(state.cache.length[0])])
     return 0.0
-
-
