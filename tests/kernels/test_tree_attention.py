@@ -145,7 +145,9 @@ def test_lowers_for_cuda(case, backend):
         text = f.trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
     kernels = text.count({"triton": "__gpu$xla.gpu.triton", "mosaic": "mosaic_gpu_v2"}[backend])
     if backend == "triton":
-        assert kernels == (1 if case.N * case.S <= 1024 else 2)  # attention, and a merge only where there are splits
+        slots = case.N * case.S
+        tiling = tilings.triton_tiling(Problem(case.T * case.H // case.K, case.Dk, case.Dv, 2, slots, case.B * case.K))
+        assert kernels == (2 if tiling.split else 1)  # attention, and a merge only where there are splits
     else:
         assert kernels >= 1
 
@@ -196,9 +198,10 @@ def problem(T, L, B, heads=(4, 8), head_dim=128, itemsize=2):
 
 @pytest.mark.parametrize("B", [1, 8])
 @pytest.mark.parametrize("T", [1, 16, 64])
-def test_short_tables_need_no_merge(T, B):
+def test_short_tables_are_split_only_for_few_programs(T, B):
+    """At 512 slots and batch 1, splits of 128 took 6.7 us against 10.3 without (T = 1), 7.5 against 10.4 (T = 16)."""
     tiling = tilings.triton_tiling(problem(T, 640, B))
-    assert tiling.split == 0
+    assert tiling.split == (128 if B == 1 and T < 64 else 0)
     assert B * 8 * -(-T * 4 // tiling.rows) <= 132 or tiling.rows == 64  # the smallest tile that fits in one wave
 
 
