@@ -1,7 +1,7 @@
 """Static configuration: frozen, hashable dataclasses, so that they can be static arguments of ``jax.jit``.
 
 `ModelConfig` describes a transformer whatever file it came from; `jaxspec.conversion` fills it. `SpecConfig` holds the
-parameters of speculation under SGLang's names, `SamplingParams` what a request asks of the sampler.
+parameters of speculation under SGLang's names. What a request asks of the sampler is in `jaxspec.sampling_params`.
 """
 
 from __future__ import annotations

@@ -54,6 +54,13 @@ def compiler_options() -> dict[str, int]:
 
 
 _COMPILED: dict[Any, Any] = {}
+MAX_COMPILED = 64
+"""Programs that are kept; the one that was made first goes first. Each holds memory maps, of which a process has few."""
+
+
+def forget_compiled() -> None:
+    """Drops all compiled programs."""
+    _COMPILED.clear()
 
 
 def compiled(function, *args, graphs: bool = True, **static) -> tuple[Any, float]:
@@ -69,6 +76,8 @@ def compiled(function, *args, graphs: bool = True, **static) -> tuple[Any, float
     if key in _COMPILED:
         return _COMPILED[key], 0.0
     start = time.perf_counter()
+    while len(_COMPILED) >= MAX_COMPILED:
+        del _COMPILED[next(iter(_COMPILED))]
     options = compiler_options()
     if options and not graphs:
         options["xla_gpu_graph_min_graph_size"] = 1 << 30
