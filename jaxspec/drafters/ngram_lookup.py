@@ -70,7 +70,10 @@ class TrieArrays:
 @partial(jax.tree_util.register_dataclass, data_fields=["tokens", "order", "size"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class CorpusArrays:
-    """A corpus, read-only and shared by all sequences: see `ngram_corpus`. M is a power of two, so that shapes are few."""
+    """A corpus, read-only and shared by all sequences: see `ngram_corpus`. M is a power of two, so that shapes are few.
+
+    The first `size` entries of `order` are the places that a token follows, sorted by the text that ends there.
+    """
 
     tokens: Int[Array, " M"]
     order: Int[Array, " M"]
@@ -134,11 +137,13 @@ def export_trie(trie: NgramTrie) -> TrieArrays:
 
 
 def export_corpus(corpus: Corpus) -> CorpusArrays:
-    """A corpus as NumPy arrays, padded to a power of two."""
+    """A corpus as NumPy arrays, padded to a power of two; places where a document ends, which nothing follows, are left out."""
     size = corpus.tokens.size
-    padding = (0, (1 << max(10, (size - 1).bit_length())) - size)
-    tokens = np.pad(corpus.tokens, padding, constant_values=SEPARATOR)
-    return CorpusArrays(tokens=tokens, order=np.pad(corpus.order, padding), size=np.asarray(size, np.int32))
+    length = 1 << max(10, (size - 1).bit_length())
+    tokens = np.pad(corpus.tokens, (0, length - size), constant_values=SEPARATOR)
+    following = np.append(corpus.tokens[1:], SEPARATOR)
+    order = corpus.order[(following[corpus.order] != SEPARATOR) & (corpus.tokens[corpus.order] != SEPARATOR)]
+    return CorpusArrays(tokens=tokens, order=np.pad(order, (0, length - order.size)), size=np.asarray(order.size, np.int32))
 
 
 def find_anchors(trie: TrieArrays, tokens: Int[Array, "B L"], last: Int[Array, " B"], depth: int) -> Int[Array, "B D"]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxspec.config import ConfigError
@@ -141,6 +141,7 @@ def test_corpora_take_their_reserved_nodes():
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), min_size=1, max_size=4), contexts)
+@example([[0, 0], [0], [0], [0]], [[0]] * 3)  # most places that match end their document
 def test_corpus_on_the_device_continues_a_longest_match(documents, rows):
     config = config_of("BFS", external_sam_budget=3)
     history = NgramHistory(config)
