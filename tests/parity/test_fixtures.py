@@ -14,6 +14,11 @@ from tests.parity.checks import CHECKS, Mismatch, find_check, load_case
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 CASES = sorted(path.parent.name for path in FIXTURES.glob("*/case.json"))
+# Long, and of a kind of which a shorter case stays; CI runs check_fixtures.py over all of them.
+LONG = {
+    "draft_eagle2_llama", "draft_eagle31_sglang", "draft_eagle3_sglang", "draft_peagle", "draft_uno_qwen3", "mtp_deepseek_v3",
+    "tree_eagle2", "verify_distributions",
+}  # fmt: skip
 
 
 def copy_case(name: str, folder: Path) -> Path:
@@ -28,7 +33,7 @@ def change_array(case: Path, name: str, change) -> None:
     np.savez(case / "io.npz", **arrays)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(c, marks=pytest.mark.slow) if c in LONG else c for c in CASES])
 def test_case(name):
     if find_check(name) is None:
         pytest.skip("not built yet: no check for this kind of case")
