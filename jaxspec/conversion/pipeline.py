@@ -18,6 +18,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.conversion import store
 from jaxspec.conversion.errors import ConversionError
 from jaxspec.conversion.export import FOLDERS, export_of, write_hf
+from jaxspec.conversion.quantize import check_method
 from jaxspec.conversion.sources import Checkpoint, Part, open_checkpoint
 
 DTYPES = {
@@ -53,6 +54,7 @@ def convert(
     dry_run: bool = False,
     to_hf: bool = False,
     target: str | Path | None = None,
+    quantize: str | None = None,
     progress: bool = True,
 ) -> Path:
     """Converts a checkpoint.
@@ -65,6 +67,8 @@ def convert(
       dry_run: print the mapping table and write nothing.
       to_hf: write safetensors and ``config.json`` for transformers instead of a converted folder.
       target: the model that a draft head belongs to, where its format needs to know.
+      quantize: "int8" stores large parameters in eight bits with a scale per channel (`jaxspec.conversion.quantize`): a
+        fourth of float32's bytes. Fine for draft heads, whose errors cost no correctness; a target becomes another model.
       progress: show a progress bar on stderr.
 
     Returns:
@@ -72,12 +76,18 @@ def convert(
 
     Raises:
       MissingFileError: `src` or a file of it is not there.
-      ConversionError: `src` is not recognised, damaged, or does not fit its configuration; `dst` exists and not `force`.
+      ConversionError: `src` is not recognised, damaged, or does not fit its configuration; `dst` exists and not `force`;
+        `quantize` with `to_hf` or of a folder that is stored in eight bits already.
     """
     from jaxspec.loading import resolve
 
     dst, kind = Path(dst).expanduser().absolute(), parse_dtype(dtype)
+    check_method(quantize)
+    if quantize is not None and to_hf:
+        raise ConversionError(f"quantize={quantize!r} is for converted folders: published formats (to_hf) hold floats here")
     path = resolve(src)
+    if quantize is not None and store.is_quantized(path):
+        raise ConversionError(f"{path} is stored in eight bits already: convert its original to avoid rounding twice")
     checkpoint = open_checkpoint(path, None if target is None else target_config(resolve(target)))
     checkpoint.check()
     if dry_run:
@@ -88,7 +98,7 @@ def convert(
         if to_hf:
             export_hf(checkpoint, folder, kind, progress)
         else:
-            write_converted(checkpoint, folder, kind, progress, str(src))
+            write_converted(checkpoint, folder, kind, progress, str(src), quantize)
     return dst
 
 
@@ -100,7 +110,9 @@ def target_config(path: Path) -> ModelConfig:
     return config
 
 
-def write_converted(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, progress: bool, source: str) -> None:
+def write_converted(
+    checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, progress: bool, source: str, quantize: str | None = None
+) -> None:
     """Parameters, configuration and tokenizer of a checkpoint, its heads under ``drafts/``."""
     parts = checkpoint.parts()
     with bar(sum(len(part.rules) for part in parts.values()), progress) as advance:
@@ -108,8 +120,9 @@ def write_converted(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None
             where = folder / "drafts" / name if name else folder
             (where / "params").mkdir(parents=True)
             stream = advance(checkpoint.build(part, dtype))
-            shards = store.save(stream, where / "params")
+            shards = store.save(stream, where / "params", quantize=quantize)
             provenance = {"source": source, "format": checkpoint.format, "dtype": None if dtype is None else dtype.name}
+            provenance |= {"quantized": quantize}
             store.write_config(where, part.config, provenance, shards)
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.write(folder)

@@ -23,6 +23,7 @@ import numpy as np
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.conversion.errors import ConversionError, MissingFileError
 from jaxspec.conversion.mapping import FLOAT32_LEAVES, flatten, is_float, unflatten
+from jaxspec.conversion.quantize import dequantize, quantized_paths, stored
 from jaxspec.conversion.readers import TensorInfo
 from jaxspec.drafters.dflash_config import DFlashConfig
 from jaxspec.drafters.eagle_config import EagleConfig
@@ -67,6 +68,12 @@ def is_converted(folder: Path) -> bool:
         return False
 
 
+def is_quantized(folder: Path) -> bool:
+    """Whether a converted folder, or a head inside it, is stored in eight bits."""
+    parts = [folder, *draft_folders(folder).values()] if is_converted(folder) else []
+    return any(read_config(part)[1].get("provenance", {}).get("quantized") for part in parts)
+
+
 def read_config(folder: Path) -> tuple[Any, dict]:
     """The configuration of a converted folder, and the whole of its ``config.json``.
 
@@ -98,10 +105,18 @@ def _checkpointer():
     return ocp.StandardCheckpointer()
 
 
-def save(parameters: Iterable[tuple[str, np.ndarray]], folder: Path, shard_bytes: int = SHARD_BYTES) -> int:
+def save(
+    parameters: Iterable[tuple[str, np.ndarray]], folder: Path, shard_bytes: int = SHARD_BYTES, *, quantize: str | None = None
+) -> int:
     """Writes a stream of (path, array) as shards of about `shard_bytes`; returns their number.
 
     At most one shard is in memory beside what orbax buffers while writing it.
+
+    Args:
+      parameters: the stream.
+      folder: the ``params`` folder.
+      shard_bytes: size from which a new shard is begun.
+      quantize: "int8" stores large parameters in eight bits (`jaxspec.conversion.quantize`); None stores all as they are.
     """
     shard: dict[str, np.ndarray] = {}
     count = size = 0
@@ -114,13 +129,32 @@ def save(parameters: Iterable[tuple[str, np.ndarray]], folder: Path, shard_bytes
             checkpointer.save(folder.absolute() / f"shard_{count:05d}", unflatten(shard))
         shard, count, size = {}, count + 1, 0
 
-    for path, array in parameters:
-        if shard and size + array.nbytes > shard_bytes:
+    for pieces in stored(parameters, quantize):
+        added = sum(array.nbytes for _, array in pieces)
+        if shard and size + added > shard_bytes:
             write()
-        shard[path] = array
-        size += array.nbytes
+        shard |= pieces
+        size += added
     write()
     return count
+
+
+def write_folder(
+    folder: Path, config: Any, tree: Mapping, provenance: Mapping[str, Any], *, quantize: str | None = None
+) -> None:
+    """A whole converted folder from a parameter tree in memory: trained heads are written like this.
+
+    Args:
+      folder: new or empty.
+      config: its configuration (one of `CONFIG_TYPES`).
+      tree: nested dicts of arrays.
+      provenance: where it comes from, in JSON's types.
+      quantize: as for `save`; goes into the provenance.
+    """
+    (folder / "params").mkdir(parents=True)
+    stream = ((path, np.asarray(array)) for path, array in flatten(tree).items())
+    shards = save(stream, folder / "params", quantize=quantize)
+    write_config(folder, config, {**provenance, "quantized": quantize}, shards)
 
 
 def _shards(folder: Path, num_shards: int) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -133,6 +167,25 @@ def _shards(folder: Path, num_shards: int) -> Iterator[tuple[Path, dict[str, Any
             meta = checkpointer.metadata(path)
         meta = getattr(meta, "item_metadata", meta)
         yield path, flatten(getattr(meta, "tree", meta))
+
+
+def _as_read(infos: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """{parameter path: what reading it gives}: a pair is one float32 parameter."""
+    pairs = set(quantized_paths(infos))
+    found = {}
+    for path, info in infos.items():
+        base, _, name = path.rpartition("/")
+        if base not in pairs:
+            found[path] = TensorInfo(tuple(info.shape), np.dtype(info.dtype), "")
+        elif name == "q":
+            found[base] = TensorInfo(tuple(info.shape), np.dtype(np.float32), "")
+    return found
+
+
+def _restore(shard: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+    """{path: array} of a shard, each of the type and at the place that `like` has for it."""
+    with _checkpointer() as checkpointer:
+        return flatten(checkpointer.restore(shard, unflatten(like)))
 
 
 def check_shapes(found: Mapping[str, Any], shapes: Mapping, where: Path) -> None:
@@ -155,7 +208,8 @@ def load(folder: Path, num_shards: int, shapes: Mapping, dtype=None, device: jax
       folder: the ``params`` folder.
       num_shards: how many shards it must have.
       shapes: the expected tree of shapes.
-      dtype: for floating parameters; integers and `FLOAT32_LEAVES` keep their type.
+      dtype: for floating parameters; integers and `FLOAT32_LEAVES` keep their type. What is stored in eight bits comes
+        back as `dtype`, too (None: float32).
       device: where to; None for the default device.
 
     Raises:
@@ -163,15 +217,21 @@ def load(folder: Path, num_shards: int, shapes: Mapping, dtype=None, device: jax
     """
     sharding = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
     shards = list(_shards(folder, num_shards))
-    check_shapes({path: info for _, infos in shards for path, info in infos.items()}, shapes, folder)
+    check_shapes({path: info for _, infos in shards for path, info in _as_read(infos).items()}, shapes, folder)
     tree: dict[str, Any] = {}
     for shard, infos in shards:
-        like = {}
-        for path, info in infos.items():
+        pairs = quantized_paths(infos)
+        halves = {f"{path}/{half}" for path in pairs for half in ("q", "scale")}
+        like: dict[str, Any] = {path: np.empty(infos[path].shape, infos[path].dtype) for path in halves}
+        for path in infos.keys() - halves:
+            info = infos[path]
             keep = dtype is None or not is_float(info.dtype) or path.rsplit("/", 1)[-1] in FLOAT32_LEAVES
             like[path] = jax.ShapeDtypeStruct(info.shape, info.dtype if keep else dtype, sharding=sharding)
-        with _checkpointer() as checkpointer:
-            tree |= flatten(checkpointer.restore(shard, unflatten(like)))
+        found = _restore(shard, like)
+        for path in pairs:
+            q, scale = (np.asarray(found.pop(f"{path}/{half}")) for half in ("q", "scale"))
+            found[path] = jax.device_put(dequantize(q, scale, dtype), sharding)
+        tree |= found
     return unflatten({path: tree[path] for path in flatten(shapes)})
 
 
@@ -184,27 +244,25 @@ class ConvertedTensors:
     def __init__(self, folder: Path):
         self.info: dict[str, TensorInfo] = {}
         self._where: dict[str, tuple[Path, str]] = {}
+        self._stored: dict[Path, Mapping[str, Any]] = {}
         self._loaded: tuple[Path | None, dict[str, np.ndarray]] = (None, {})
         for lead, part in [("", folder), *((f"drafts/{name}/", path) for name, path in draft_folders(folder).items())]:
             _, data = read_config(part)
             for shard, infos in _shards(part / "params", data["num_shards"]):
-                for path, info in infos.items():
-                    self.info[lead + path] = TensorInfo(tuple(info.shape), np.dtype(info.dtype), lead + shard.name)
+                self._stored[shard] = infos
+                for path, info in _as_read(infos).items():
+                    self.info[lead + path] = info._replace(file=lead + shard.name)
                     self._where[lead + path] = shard, path
 
     def read(self, name: str) -> np.ndarray:
-        """The parameter called `name`, as stored."""
+        """The parameter called `name`, as stored (float32 for one that is stored in eight bits)."""
         shard, inner = self._where[name]
         if self._loaded[0] != shard:
             self._loaded = (None, {})
-            like = {
-                path: np.empty(self.info[full].shape, self.info[full].dtype)
-                for full, (where, path) in self._where.items()
-                if where == shard
-            }
-            with _checkpointer() as checkpointer:
-                self._loaded = (shard, flatten(checkpointer.restore(shard, unflatten(like))))
-        return np.asarray(self._loaded[1][inner])
+            like = {path: np.empty(info.shape, info.dtype) for path, info in self._stored[shard].items()}
+            self._loaded = (shard, _restore(shard, like))
+        found = self._loaded[1]
+        return np.asarray(found[inner]) if inner in found else dequantize(found[f"{inner}/q"], found[f"{inner}/scale"])
 
 
 def draft_folders(folder: Path) -> dict[str, Path]:
