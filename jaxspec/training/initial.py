@@ -14,11 +14,6 @@ from jaxspec.models import decoder
 from jaxspec.models.attend import causal_attend
 
 
-def float32(tree: Any) -> Any:
-    """A copy of a tree whose floating-point leaves are float32."""
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
-
-
 def plain_layers(target: ModelConfig, num_layers: int = 1, **changes: Any) -> ModelConfig:
     """Llama layers of the target's widths: what a draft of any target can be made of.
 
@@ -80,7 +75,7 @@ def layer_from_target(
     """
     made = decoder.init_tree(decoder.layer_shapes(config, layer_of_draft), key)
     source = tree["layers"][str(layer)]
-    attention = target.mla is None and not target.qk_norm and not target.attention_gate
+    attention = target.mla is None and not target.attention_gate and config.qk_norm >= target.qk_norm
     for norm in ("input_norm", "mlp_norm"):
         made[norm]["scale"] = norm_scale(target, source[norm])
     if attention:
