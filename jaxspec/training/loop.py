@@ -1,0 +1,404 @@
+"""The training loop: AdamW on float32 weights of a head, behind a frozen target, resumable to the very same losses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, Int
+
+from jaxspec import runtime
+from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.conversion import store
+from jaxspec.conversion.pipeline import fresh_folder
+from jaxspec.models import decoder
+from jaxspec.params import DraftParams, ModelParams
+from jaxspec.training.attention import row_attend
+from jaxspec.training.data import Data, batch_rows
+from jaxspec.training.objective import Objective, View, cast, merge
+from jaxspec.training.state import latest_checkpoint, load_checkpoint, save_checkpoint
+
+CALIBRATION_STEPS = 6
+"""Steps that are timed (and thrown away) when the number of steps follows from a time budget."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How a head is trained.
+
+    Attributes:
+      steps: optimiser steps; None: as many as `minutes` allow, measured before the first one.
+      minutes: time budget in place of `steps`, compilation included.
+      batch: rows per step.
+      learning_rate: AdamW's peak.
+      weight_decay: AdamW's.
+      warmup: share of the steps in which the learning rate rises; then it falls to 0 along a cosine.
+      clip: largest global norm of a gradient.
+      b1, b2: AdamW's decay rates.
+      seed: of the initial weights, the order of rows and what the objective draws.
+      held_out: rows on which accept lengths are measured; never trained on.
+      evaluate_every: seconds between measurements; steps where `evaluate_steps` is given.
+      evaluate_steps: see there.
+      checkpoint_every: seconds between checkpoints; steps where `checkpoint_steps` is given.
+      checkpoint_steps: see there.
+      stop_after: stop behind this step, as if interrupted there, with a checkpoint; None: run to the end.
+    """
+
+    steps: int | None = None
+    minutes: float | None = None
+    batch: int = 32
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    warmup: float = 0.04
+    clip: float = 1.0
+    b1: float = 0.9
+    b2: float = 0.95
+    seed: int = 0
+    held_out: int = 32
+    evaluate_every: float = 20.0
+    evaluate_steps: int | None = None
+    checkpoint_every: float = 60.0
+    checkpoint_steps: int | None = None
+    stop_after: int | None = None
+
+    def __post_init__(self):
+        if (self.steps is None) == (self.minutes is None):
+            raise ConfigError(f"give either steps or minutes, got steps={self.steps}, minutes={self.minutes}")
+        for name in ("steps", "minutes", "batch", "learning_rate", "clip", "held_out"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}={value} must be positive")
+        if not 0 <= self.warmup < 1:
+            raise ConfigError(f"warmup={self.warmup} must lie in [0, 1)")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What `train` gives: the head (None where it was stopped before the end), its loss by step, the curve of measurements."""
+
+    draft: DraftParams | None
+    losses: tuple[float, ...]
+    curve: tuple[dict[str, Any], ...]
+    about: dict[str, Any]
+
+
+def learning_rate_at(step, total, options: TrainOptions):
+    """Linear warm-up, then a cosine to 0 (Loshchilov & Hutter 2017)."""
+    warm = jnp.maximum(jnp.floor(total * options.warmup), 1.0)
+    progress = jnp.clip((step - warm) / jnp.maximum(total - warm, 1.0), 0.0, 1.0)
+    factor = jnp.where(step < warm, (step + 1) / warm, 0.5 * (1 + jnp.cos(jnp.pi * progress)))
+    return options.learning_rate * factor
+
+
+def optimiser(options: TrainOptions) -> optax.GradientTransformation:
+    """AdamW without its learning rate, behind a clip of the global norm."""
+    return optax.chain(
+        optax.clip_by_global_norm(options.clip),
+        optax.scale_by_adam(b1=options.b1, b2=options.b2),
+        optax.add_decayed_weights(options.weight_decay),
+    )
+
+
+def view_of(objective: Objective, tree: Any, tokens: Int[Array, "B T"], supervised: Bool[Array, "B T"]) -> View:
+    """Runs the frozen target once over a batch."""
+    config: ModelConfig = objective.target
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    x = decoder.embed(tree, config, tokens)
+    out = decoder.decode(tree, config, x, positions, row_attend, (None,) * config.num_layers, objective.taps)
+    features = jnp.zeros((*tokens.shape, 0), out.hidden.dtype) if out.features is None else out.features
+    return jax.lax.stop_gradient(View(tree, tokens, supervised, features, out.hidden))
+
+
+def merged(trainable: Any, constants: Any, dtype: Any) -> dict:
+    """The head's tree in the type that is computed in."""
+    return merge(cast(trainable, dtype), cast(constants, dtype))
+
+
+@partial(jax.jit, static_argnames=("objective", "options", "dtype"), donate_argnums=0)
+def train_step(state, constants, tree, data, rows, step, total, *, objective: Objective, options: TrainOptions, dtype: str):
+    """One optimiser step; `state` is (trainable, optimiser's state, key). Gives the new state and the metrics."""
+    trainable, moments, key = state
+    tokens, supervised = (x[rows] for x in data)
+    with decoder.full_precision(tree):
+        view = view_of(objective, tree, tokens, supervised)
+
+        def loss_of(trainable):
+            return objective.loss(merged(trainable, constants, dtype), view, jax.random.fold_in(key, step), step)
+
+        (loss, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable)
+    updates, moments = optimiser(options).update(gradients, moments, trainable)
+    rate = learning_rate_at(step, total, options)
+    trainable = jax.tree.map(lambda w, u: w - rate * u, trainable, updates)
+    return (trainable, moments, key), {**metrics, "loss": loss, "gradient_norm": optax.global_norm(gradients)}
+
+
+@partial(jax.jit, static_argnames=("objective", "dtype"))
+def evaluate_step(trainable, constants, tree, data, rows, *, objective: Objective, dtype: str):
+    """The metrics of some rows."""
+    tokens, supervised = (x[rows] for x in data)
+    with decoder.full_precision(tree):
+        view = view_of(objective, tree, tokens, supervised)
+        loss, metrics = objective.loss(merged(trainable, constants, dtype), view, jax.random.key(1), jnp.int32(1 << 30))
+    return {**metrics, "loss": loss}
+
+
+def train(
+    objective: Objective,
+    target: ModelParams,
+    data: Data,
+    options: TrainOptions,
+    *,
+    folder: Path | None = None,
+    progress: bool = True,
+    log: Callable[[str], None] = lambda text: None,
+) -> Trained:
+    """Trains one head.
+
+    Args:
+      objective: what kind of head.
+      target: the frozen target, in the type that is computed in.
+      data: rows (`jaxspec.training.synthesis`).
+      options: see there.
+      folder: where checkpoints and ``training.jsonl`` are kept while training runs; a run that was interrupted there goes on
+        behind its last checkpoint, with the same losses as without the interruption. None: nothing is written.
+      progress: show a bar on stderr.
+      log: receives what happened in words.
+
+    Raises:
+      ConfigError: too few rows, or `folder` holds checkpoints of a run with other options.
+    """
+    return _Run(objective, target, data, options, folder, log).run(progress)
+
+
+class _Run:
+    """One call of `train`: what stays the same over its steps."""
+
+    def __init__(self, objective, target, data: Data, options: TrainOptions, folder, log):
+        self.objective, self.target, self.options, self.folder, self.log = objective, target, options, folder, log
+        self.begin = time.perf_counter()
+        kept, held_out = data.split(min(options.held_out, max(len(data.tokens) // 4, 1)))
+        if len(kept.tokens) < options.batch:
+            raise ConfigError(
+                f"batch={options.batch} is more than the {len(kept.tokens)} rows to train on: synthesise more tokens"
+            )
+        self.rows, self.num_rows, self.length = kept, len(kept.tokens), data.tokens.shape[1]
+        self.dtype = str(jax.tree.leaves(target.tree["embedder"])[0].dtype)
+        self.device_data = tuple(jnp.asarray(x) for x in (kept.tokens, kept.supervised))
+        self.device_held_out = tuple(jnp.asarray(x) for x in (held_out.tokens, held_out.supervised))
+        # what must agree for a checkpoint to be gone on with
+        asked = dataclasses.asdict(options) | {"stop_after": None, "checkpoint_every": None, "checkpoint_steps": None}
+        self.identity = json.loads(json.dumps({
+            "objective": repr(objective), "options": asked, "rows": self.num_rows, "length": self.length, "dtype": self.dtype,
+            "data": data.about,
+        }, sort_keys=True))  # fmt: skip
+
+    def initial(self):
+        """(state, constants) before the first step."""
+        key = jax.random.key(self.options.seed)
+        counts = jnp.asarray(self.rows.counts(self.objective.target.vocab_size))
+        trainable, constants = self.objective.init(jax.random.fold_in(key, 0), self.target.tree, counts)
+        trainable = jax.tree.map(lambda x: jnp.array(x, jnp.float32), trainable)  # copies: the target's arrays are not donated
+        return (trainable, optimiser(self.options).init(trainable), jax.random.fold_in(key, 1)), constants
+
+    def step(self, state, constants, number: int, total: int):
+        """One step, compiled at the first call."""
+        rows = batch_rows(self.num_rows, self.options.batch, self.options.seed, number)
+        arguments = (state, constants, self.target.tree, self.device_data, rows, np.int32(number), np.float32(total))
+        # what only says how long to run, or how often to write, shall not compile anything anew
+        options = dataclasses.replace(
+            self.options, steps=1, minutes=None, evaluate_every=1.0, evaluate_steps=None, checkpoint_every=1.0,
+            checkpoint_steps=None, stop_after=None, held_out=1,
+        )  # fmt: skip
+        program, _ = runtime.compiled(train_step, *arguments, objective=self.objective, options=options, dtype=self.dtype)
+        return program(*arguments)
+
+    def calibrate(self, state, constants) -> int:
+        """How many steps fit the time budget: some are run on a copy of the state and thrown away."""
+        state = jax.tree.map(jnp.copy, state)
+        state, metrics = self.step(state, constants, 0, 1 << 20)
+        jax.block_until_ready(metrics)
+        self.evaluate(state, constants)
+        start = time.perf_counter()
+        self.evaluate(state, constants)
+        measuring = time.perf_counter() - start
+        start = time.perf_counter()
+        for number in range(1, 1 + CALIBRATION_STEPS):
+            state, metrics = self.step(state, constants, number, 1 << 20)
+        jax.block_until_ready(metrics)
+        seconds = (time.perf_counter() - start) / CALIBRATION_STEPS
+        left = self.options.minutes * 60 - (time.perf_counter() - self.begin)
+        every = self.options.evaluate_every
+        share = every / (every + measuring) if self.options.evaluate_steps is None else 1.0
+        steps = max(int(left * share / seconds), 1)
+        self.log(f"{seconds * 1e3:.0f} ms a step after {self.options.minutes * 60 - left:.0f} s of compiling: {steps} steps")
+        return steps
+
+    def evaluate(self, state, constants) -> dict[str, Any]:
+        """Means of the metrics over the held-out rows, in batches; what does not fill a batch is left out if there is one."""
+        count, size = len(self.device_held_out[0]), min(self.options.batch, len(self.device_held_out[0]))
+        found = []
+        for start in range(0, count - size + 1, size):
+            rows = np.arange(start, start + size, dtype=np.int32)
+            arguments = (state[0], constants, self.target.tree, self.device_held_out, rows)
+            program, _ = runtime.compiled(evaluate_step, *arguments, objective=self.objective, dtype=self.dtype)
+            found.append(program(*arguments))
+        means = jax.tree.map(lambda *x: np.mean([np.asarray(y) for y in x], axis=0), *found)
+        accept = means.pop("accept")
+        numbers = {f"held_out_{name}": round(float(value), 5) for name, value in means.items()}
+        return {"accept_length": round(1 + float(accept.sum()), 4), "accept": [round(float(a), 4) for a in accept], **numbers}
+
+    def run(self, progress: bool) -> Trained:
+        """All steps."""
+        from tqdm import tqdm
+
+        options = self.options
+        state, constants = self.initial()
+        number, total, losses, curve = 0, options.steps, [], []
+        found = latest_checkpoint(self.folder) if self.folder is not None else None
+        if found is not None:
+            state, kept = self.restore(found, state)
+            number, total, losses, curve = kept["step"], kept["total"], kept["losses"], kept["curve"]
+            self.log(f"going on behind step {number} of {total} ({found})")
+        if total is None:
+            total = self.calibrate(state, constants)
+        end = total if options.stop_after is None else min(total, options.stop_after)
+        pending: list[Any] = []
+        tokens_a_step = options.batch * self.length
+        last_measured = last_saved = started = time.perf_counter()
+        first = number
+        with tqdm(total=total, initial=number, unit="step", desc="training", disable=not progress) as bar:
+            if number == 0:
+                curve.append({"step": 0, "tokens": 0, "seconds": 0.0, **self.evaluate(state, constants)})
+            while number < end:
+                state, metrics = self.step(state, constants, number, total)
+                number += 1
+                pending.append(metrics["loss"])
+                if len(pending) >= 2:
+                    jax.block_until_ready(pending[-2])  # one step ahead of the device is enough, and time is measured
+                bar.update()
+                now = time.perf_counter()
+                if number == total or self.due(number, now - last_measured, options.evaluate_steps, options.evaluate_every):
+                    losses += [float(x) for x in pending]
+                    pending = []
+                    speed = (number - first) * tokens_a_step / (time.perf_counter() - started)
+                    curve.append({
+                        "step": number, "tokens": number * tokens_a_step, "seconds": round(time.perf_counter() - self.begin, 2),
+                        "loss": losses[-1], "tokens_per_second": round(speed), **self.evaluate(state, constants),
+                    })  # fmt: skip
+                    self.write_curve(curve)
+                    bar.set_postfix_str(
+                        f"loss {losses[-1]:.4f}, accept length {curve[-1]['accept_length']:.2f}, {speed:,.0f} tokens/s"
+                    )
+                    last_measured = time.perf_counter()
+                if self.folder is not None and (
+                    number == end or self.due(number, now - last_saved, options.checkpoint_steps, options.checkpoint_every)
+                ):
+                    losses += [float(x) for x in pending]
+                    pending = []
+                    self.checkpoint(state, number, total, losses, curve)
+                    last_saved = time.perf_counter()
+        losses += [float(x) for x in pending]
+        if not np.isfinite(losses).all():
+            at = int(np.flatnonzero(~np.isfinite(losses))[0])
+            raise ConfigError(f"the loss was not finite at step {at}: use a smaller learning rate than {options.learning_rate}")
+        about = {
+            "steps": number, "batch": options.batch, "length": self.length, "tokens": number * tokens_a_step,
+            "learning_rate": options.learning_rate, "seed": options.seed, "objective": repr(self.objective),
+            "seconds": round(time.perf_counter() - self.begin, 1), "device": jax.devices()[0].device_kind,
+            "data": self.identity["data"],
+            "distinct_tokens": self.num_rows * self.length,
+        }  # fmt: skip
+        if curve:
+            about["held_out_accept_length"] = curve[-1]["accept_length"]
+        draft = None
+        if number == total:
+            tree = merge(state[0], constants)
+            draft = DraftParams(tree, self.objective.config, f"trained for {self.target.source}")
+        return Trained(draft, tuple(losses), tuple(curve), about)
+
+    @staticmethod
+    def due(number: int, seconds: float, every_steps: int | None, every_seconds: float) -> bool:
+        """Whether it is time again."""
+        return number % every_steps == 0 if every_steps is not None else seconds >= every_seconds
+
+    def write_curve(self, curve: list[dict]) -> None:
+        """``training.jsonl`` so far."""
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_jsonl(self.folder / "training.jsonl", curve)
+
+    def checkpoint(self, state, number: int, total: int, losses: list[float], curve: list[dict]) -> None:
+        """Writes one and drops older ones."""
+        trainable, moments, _ = state
+        about = {"step": number, "total": total, "losses": losses, "curve": curve, "identity": self.identity}
+        save_checkpoint(self.folder, number, (trainable, moments), about)
+
+    def restore(self, found: Path, state):
+        """(state, what the checkpoint says of itself); the key follows from the seed."""
+        (trainable, moments), about = load_checkpoint(found, state[:2])
+        if about["identity"] != self.identity:
+            differing = sorted(k for k in self.identity if about["identity"].get(k) != self.identity[k])
+            raise ConfigError(
+                f"{self.folder} holds checkpoints of a run that differs in {', '.join(differing)}: remove that folder, or ask "
+                "for what that run was asked for"
+            )
+        return (trainable, moments, state[2]), about
+
+
+def write_jsonl(file: Path, rows) -> None:
+    """One JSON object a line, written under another name first."""
+    temporary = file.with_name(f".{file.name}.new")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.replace(temporary, file)
+
+
+def write_head(
+    trained: Trained,
+    out: Path,
+    *,
+    dtype: str | None = "bfloat16",
+    quantize: str | None = None,
+    force: bool = False,
+    tokenizer=None,
+) -> Path:
+    """A converted folder with the trained head, which `jaxspec.load_draft` reads, and its curve as ``training.jsonl``.
+
+    Args:
+      trained: what `train` gave.
+      out: the folder.
+      dtype: type in which parameters are stored.
+      quantize: "int8" for eight bits per weight (`jaxspec.conversion.quantize`).
+      force: replace `out`.
+      tokenizer: `TokenizerFiles` that a head which is a whole model needs.
+
+    Raises:
+      ConversionError: `out` exists and not `force`.
+      ConfigError: training was stopped before its end.
+    """
+    if trained.draft is None:
+        raise ConfigError("training was stopped before its end: there is no head to write yet")
+    tree = trained.draft.tree if dtype is None else cast(trained.draft.tree, jnp.dtype(dtype))
+    with fresh_folder(out, force, Path(os.devnull)) as folder:
+        provenance = {"format": "trained by jaxspec", "training": trained.about}
+        store.write_folder(folder, trained.draft.config, tree, provenance, quantize=quantize)
+        write_jsonl(folder / "training.jsonl", trained.curve)
+        if tokenizer is not None:
+            tokenizer.write(folder)
+    return out
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Drops what `train` kept in its folder."""
+    shutil.rmtree(folder, ignore_errors=True)
