@@ -135,8 +135,11 @@ def start(
     max_new_tokens: int,
     page_size: int,
     prefill_size: int | None,
+    capacity: int = 0,
 ) -> Session:
     """Chooses the drafter, lays out the cache and fills the first state.
+
+    Rows have room for `capacity` positions even if these prompts need fewer, so that several batches share one program.
 
     Raises:
       ConfigError: a parameter cannot work (the message names it), or the pool does not fit (`PoolTooLarge`).
@@ -158,7 +161,7 @@ def start(
                 "must be left for the answer"
             )
     limits = np.minimum(lengths + max_new_tokens, config.max_positions).astype(np.int32)
-    batch, max_len = len(prompts), bucket(int(limits.max()) + 1)
+    batch, max_len = len(prompts), bucket(max(int(limits.max()) + 1, capacity))
     width = pages_for(max_len + drafter.slack, page_size)
     num_pages = 1 + batch * width
     dtype = params.tree["embedder"]["embedding"].dtype
