@@ -22,8 +22,8 @@ from jaxspec.conversion.peft import blocks_of, columns_of
 from jaxspec.drafters import uno_model
 from jaxspec.drafters.uno_config import MODULES, PRODUCTS, UnoConfig
 from jaxspec.models import decoder
-from jaxspec.models.attend import causal_attend
 from jaxspec.models.layers import rms_norm
+from jaxspec.training.attention import row_attend
 from jaxspec.training.blocks import block_attend, sample_anchors, take
 from jaxspec.training.losses import masked_mean, over_rows_frozen, soft_cross_entropy
 from jaxspec.training.objective import Objective, Option, View
@@ -225,7 +225,7 @@ class UnoObjective(Objective):
         B, T = view.tokens.shape
         positions = jnp.broadcast_to(jnp.arange(T), (B, T))
         x = decoder.embed(view.tree, self.target, view.tokens)
-        attend = record(causal_attend(positions))
+        attend = record(row_attend)
         nothing = [None] * self.target.num_layers
         x, clean = run_layers(self.target, self.layers(view.tree), nothing, x, positions, attend)
         return clean, self.final_norm(view.tree, x)
