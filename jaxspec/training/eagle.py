@@ -13,9 +13,10 @@ from jaxspec.drafters.eagle_config import EagleConfig
 from jaxspec.models import decoder
 from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.training import initial
+from jaxspec.training.attention import unrolled_attend
 from jaxspec.training.losses import masked_mean, over_rows_frozen, smooth_l1, soft_cross_entropy
 from jaxspec.training.objective import Objective, Option, View, chain_accept
-from jaxspec.training.unrolled import ahead, anchors, unrolled_attend, within
+from jaxspec.training.unrolled import ahead, anchors, within
 
 LEARNING_RATE = 1e-3
 

@@ -12,9 +12,10 @@ from jaxspec.drafters import mtp_model
 from jaxspec.drafters.mtp_config import MtpConfig, mtp_config
 from jaxspec.models import decoder
 from jaxspec.training import initial
+from jaxspec.training.attention import unrolled_attend
 from jaxspec.training.losses import masked_mean, over_rows_frozen, soft_cross_entropy
 from jaxspec.training.objective import Objective, Option, View, chain_accept
-from jaxspec.training.unrolled import ahead, anchors, unrolled_attend, within
+from jaxspec.training.unrolled import ahead, anchors, within
 
 LEARNING_RATE = 1e-3
 

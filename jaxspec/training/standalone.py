@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.models import decoder
-from jaxspec.models.attend import causal_attend
 from jaxspec.training import initial
+from jaxspec.training.attention import row_attend
 from jaxspec.training.losses import entropy, masked_mean, over_rows, soft_cross_entropy
 from jaxspec.training.objective import Objective, Option, View, chain_accept
 from jaxspec.training.unrolled import ahead
@@ -73,8 +73,7 @@ class StandaloneObjective(Objective):
         c, target = self.config, self.target
         B, T = view.tokens.shape
         positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-        attend = causal_attend(positions)
-        out = decoder.decode(params, c, decoder.embed(params, c, view.tokens), positions, attend, (None,) * c.num_layers)
+        out = decoder.decode(params, c, decoder.embed(params, c, view.tokens), positions, row_attend, (None,) * c.num_layers)
 
         def row(hidden, theirs):
             with jax.named_scope("head"):

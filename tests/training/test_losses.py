@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.training.attention import unrolled_attend
 from jaxspec.training.losses import entropy, masked_mean, over_rows, over_rows_frozen, smooth_l1, soft_cross_entropy
-from jaxspec.training.unrolled import ahead, anchors, unrolled_attend, within
+from jaxspec.training.unrolled import ahead, anchors, within
 
 ROWS, WIDTH, VOCAB = 10, 6, 17
 
