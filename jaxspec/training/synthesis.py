@@ -200,9 +200,9 @@ def write_rows(tree, pieces: Pieces, temperature, key, *, config: ModelConfig, s
     carry = (caches, tokens, supervised, state, first)
     with decoder.full_precision(tree):
         for start in range(0, T - 1, options.segment):
-            size = min(start + options.segment, T - 1)
+            size = start + options.segment
             grown = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[2]), (0, 0))), carry[0])  # noqa: B023
-            carry = jax.lax.fori_loop(start, size, step, (grown, *carry[1:]))
+            carry = jax.lax.fori_loop(start, min(size, T - 1), step, (grown, *carry[1:]))
     return carry[1].T, carry[2].T
 
 
