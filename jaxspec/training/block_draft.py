@@ -53,15 +53,12 @@ class Rows(NamedTuple):
 def spread_taps(num_layers: int, count: int) -> tuple[int, ...]:
     """Hidden states to read: from what enters the third layer to what enters the last, evenly; one alone is the latter.
 
-    The late ones know most about the next tokens, the early ones which tokens were read.
+    The late ones know most about the next tokens, the early ones which tokens were read. Small targets have fewer.
     """
-    first = min(2, num_layers - 1)
     if count == 1:
         return (num_layers - 1,)
-    taps = tuple(int(round(t)) for t in np.linspace(first, num_layers - 1, count))
-    if len(set(taps)) < count:
-        raise ConfigError(f"taps={count} exceeds the {num_layers - first} layers of the target that can be read")
-    return taps
+    spread = np.linspace(min(2, num_layers - 1), num_layers - 1, count)
+    return tuple(dict.fromkeys(int(round(t)) for t in spread))
 
 
 def draft_config(
@@ -70,7 +67,7 @@ def draft_config(
     """The configuration of a new draft: layers of the target's widths with q/k norms, which published formats expect.
 
     Raises:
-      ConfigError: no layers, no taps, more taps than the target has layers, or a block too short for a draft.
+      ConfigError: no layers, no taps, or a block too short for a draft.
     """
     for name, value in (("layers", layers), ("taps", taps), ("block", block)):
         if value < 1:
