@@ -1,0 +1,213 @@
+"""Accept length and speed-up over plain decoding of the shipped heads, on MT-Bench, GSM8K and HumanEval prompts.
+
+    python benchmarks/accept_lengths.py --data FOLDER --json benchmarks/results/accept_lengths_cpu.json
+    python benchmarks/accept_lengths.py --table benchmarks/results/accept_lengths_*.json
+    python benchmarks/accept_lengths.py --write-measured checkpoints/measured.json benchmarks/results/accept_lengths_*.json
+    python benchmarks/accept_lengths.py --data FOLDER --overlap training_rows.npz
+
+FOLDER holds mt_bench.jsonl, gsm8k.jsonl, humaneval.jsonl (a line each: {"turns": [...]}). Only the first turn of a prompt is
+used (MT-Bench has two), with the chat template. Accept lengths come from large batches of all prompts, speed from single
+prompts, plain and speculative by turns in the same process. Rows that the JSON file already has are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+import jax
+
+import jaxspec
+from jaxspec import shipped
+from jaxspec.benchmarking import accept, accept_report
+from jaxspec.benchmarking.decode import read_prompts
+from jaxspec.benchmarking.suites import write_json
+from jaxspec.config import ConfigError
+from jaxspec.prompts import encode_prompts
+from jaxspec.training import data as training_data
+
+SETS = ("mt_bench", "gsm8k", "humaneval")
+ROWS = (
+    "ngram 12", "eagle3 5/4/8", "eagle3 3/1/4", "dflash -/4/16", "dspark -/4/16", "uno 7/4/16", "uno -/1/8", "dspark", "dflash",
+    "eagle 5/4/8", "mtp 3/1/4", "standalone 3/1/4", "eagle3 3/4/16", "eagle3 5/8/64", "uno 7/4/32", "dflash -/4/32",
+    "eagle 3/1/4", "mtp 5/4/8", "standalone 5/4/8",
+)  # fmt: skip
+"""The most telling first, for a run that may have to stop early."""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--data", type=Path, help="folder of the JSONL files")
+    p.add_argument("--sets", nargs="+", default=list(SETS), help=f"names of the files (default: {' '.join(SETS)})")
+    p.add_argument("--target", default="smollm2-135m")
+    p.add_argument("--checkpoints", type=Path, help="heads are here, as <target>-<name>/ (default: those that ship)")
+    p.add_argument("--rows", nargs="+", help='heads and trees, e.g. "eagle3 5/4/8" "ngram 12" "dflash -/4/16" (default: all)')
+    p.add_argument("--algorithms", nargs="+", help="only the rows of these heads")
+    p.add_argument("--prompts", type=int, default=80, help="of each set, for accept lengths; 0: take them from the timed ones")
+    p.add_argument("--timed-prompts", type=int, default=8, help="of each set, for speed; 0: measure no speed")
+    p.add_argument("--repeats", type=int, default=1, help="timings of a prompt; the median counts")
+    p.add_argument("--new-tokens", type=int, default=256)
+    p.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    p.add_argument("--batch", type=int, default=32, help="answers at once for accept lengths")
+    p.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on an accelerator")
+    p.add_argument("--group", type=int, default=4, help="rows that share compilation and the timings of plain decoding")
+    p.add_argument("--threads", type=int, default=min(8, os.cpu_count() or 1), help="programs compiled at once")
+    p.add_argument("--budget", type=float, help="seconds: no group of rows is begun that would take longer")
+    p.add_argument("--json", type=Path, help="file of results: read, completed, rewritten after every group")
+    p.add_argument("--table", nargs="+", type=Path, metavar="JSON", help="print results as Markdown and measure nothing")
+    p.add_argument("--write-measured", nargs="+", type=Path, metavar=("OUT", "JSON"), help="write the automatic choice's table")
+    p.add_argument(
+        "--overlap", nargs="+", type=Path, metavar="ROWS", help="count training rows that share 13 tokens with a prompt"
+    )
+    return p
+
+
+def head_id(draft) -> str:
+    """A digest of a head's files; empty for what has none."""
+    folder = Path(getattr(draft, "source", "") or "absent")
+    if not folder.is_dir():
+        return ""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted((folder / "params").rglob("*")):
+        if file.is_file():
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def device_name() -> str:
+    if jax.default_backend() == "cpu":
+        return f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    return jax.devices()[0].device_kind
+
+
+def load(args) -> jaxspec.ModelParams:
+    """The target with its heads, without the figures that would choose their trees."""
+    params = jaxspec.load(args.target, dtype=args.dtype)
+    if args.checkpoints is not None:
+        dtype = params.tree["embedder"]["embedding"].dtype
+        params.drafts = shipped.drafts_for(Path(args.target).name, params, dtype, args.checkpoints)
+    for draft in params.drafts.values():
+        draft.measured = ()
+    return params
+
+
+def prompt_sets(args, params) -> list[accept.PromptSet]:
+    count = max(args.prompts, args.timed_prompts)
+    texts = {name: read_prompts(args.data / f"{name}.jsonl", count) for name in args.sets}
+    return [accept.PromptSet(name, tuple(map(tuple, encode_prompts(params, found)[0]))) for name, found in texts.items()]
+
+
+def chosen_rows(args, params) -> list[accept.Row]:
+    rows = [accept.Row.parse(text) for text in args.rows or ROWS]
+    rows = [r for r in rows if not args.algorithms or r.head in args.algorithms]
+    there = {*params.drafts, accept.PLAIN, "ngram"}
+    if args.rows is None:
+        absent = sorted({r.head for r in rows} - there)
+        if absent:
+            print(f"no such heads, their rows are left out: {', '.join(absent)}")
+        rows = [r for r in rows if r.head in there]
+    return rows
+
+
+def measure(args) -> None:
+    begun = time.perf_counter()
+    params = load(args)
+    sets = prompt_sets(args, params)
+    settings = accept.Settings(
+        tuple(args.temperature),
+        args.new_tokens,
+        args.batch,
+        args.timed_prompts,
+        args.repeats,
+        args.prompts,
+        threads=args.threads,
+    ).fitted(sets)
+    stored = accept_report.read(args.json) if args.json else []
+    common = {
+        "model": Path(args.target).name, "platform": jax.default_backend(), "device": device_name(),
+        "dtype": str(params.tree["embedder"]["embedding"].dtype), "new_tokens": args.new_tokens, "batch": args.batch,
+        "asked_prompts": args.prompts, "asked_timed": args.timed_prompts,
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
+        "command": " ".join(["python", "benchmarks/accept_lengths.py", *args.shown]),
+    }  # fmt: skip
+    ids = {name: head_id(draft) for name, draft in params.drafts.items()}
+
+    def described(row, name: str, temperature: float) -> dict:
+        tree = dict(zip(("num_steps", "topk", "num_draft_tokens"), row.tree, strict=True))
+        return {
+            **common, "row": row.name, "head": row.head, **tree, "head_id": ids.get(row.head, ""), "set": name,
+            "temperature": temperature,
+        }  # fmt: skip
+
+    done = {accept_report.key(r) for r in stored}
+    rows = []
+    for row in chosen_rows(args, params):
+        wanted = {accept_report.key(described(row, s.name, t)) for s in sets for t in settings.temperatures}
+        if wanted <= done:
+            print(f"{row.name}: there already")
+        else:
+            rows.append(row)
+    slowest = 0.0
+    for i in range(0, len(rows), args.group):
+        start = time.perf_counter()
+        left = None if args.budget is None else args.budget - (start - begun)
+        if left is not None and left < 1.1 * slowest:
+            print(f"stopped with {left:.0f} s left: {len(rows) - i} of {len(rows)} rows were not begun")
+            break
+        group = accept.Group(params, rows[i : i + args.group], sets, settings, lambda text: print(text, flush=True))
+        fresh = [{**described(*key), **found} for key, found in group.measure().items()]
+        stored = accept_report.replaced(stored, fresh)
+        if args.json:
+            write_json(args.json, stored)
+        print(accept_report.table(fresh) + "\n" if fresh else "", flush=True)
+        slowest = max(slowest, time.perf_counter() - start)
+
+
+def overlap(args) -> int:
+    """Prints how many training rows share 13 consecutive tokens with a prompt (all turns); the status says whether any does."""
+    tokenizer = jaxspec.load(args.target).tokenizer
+    texts = training_data.exclusion_texts([args.data / f"{name}.jsonl" for name in args.sets], tokenizer)
+    worst = 0
+    for file in args.overlap:
+        rows = training_data.load(file)
+        found = int(training_data.overlapping(rows.tokens, texts).sum())
+        worst = max(worst, found)
+        print(
+            f"{file}: {found} of {len(rows.tokens)} rows ({rows.num_tokens:,} tokens) share {training_data.NGRAM} tokens "
+            f"with a prompt of {', '.join(args.sets)}"
+        )
+    return 1 if worst else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(arguments)
+    args.shown = [f'"{a}"' if " " in a else a for a in (sys.argv[1:] if arguments is None else arguments)]
+    if args.table:
+        print(accept_report.table([row for path in args.table for row in accept_report.read(path)]))
+        return 0
+    if args.write_measured:
+        out, *sources = args.write_measured
+        found = accept_report.measured(row for path in sources for row in accept_report.read(path))
+        out.write_text(json.dumps(found, indent=1) + "\n")
+        return 0
+    if args.data is None:
+        p.error("--data is missing")
+    if args.overlap:
+        return overlap(args)
+    measure(args)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ConfigError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,316 @@
+"""Accept length and speed-up of drafts on prompt sets.
+
+Accept lengths come from large batches, in which greedy and sampled copies of all prompts run side by side in one program: a
+row's tokens do not depend on its neighbours. Speed comes from one prompt at a time, plain and speculative decoding by
+turns, over fewer prompts. Every prompt ends at the model's own stop token or after `new_tokens`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.config import ConfigError, SpecConfig
+from jaxspec.generation import PREFILL_CHUNKS, Session, bucket, read_answers, result_of, start
+from jaxspec.params import ModelParams
+from jaxspec.results import GenerationResult
+from jaxspec.sampling import SamplingParams
+
+FIRST_SEED = 1000
+PLAIN = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What is measured: a draft and a tree.
+
+    Attributes:
+      head: a name in ``ModelParams.drafts``, or an algorithm that needs no draft ("none", "ngram").
+      num_steps, topk, num_draft_tokens: as asked for; None leaves it to the algorithm's general rules.
+    """
+
+    head: str
+    num_steps: int | None = None
+    topk: int | None = None
+    num_draft_tokens: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Row:
+        """``eagle3 5/4/8``, ``ngram 12`` (num_draft_tokens alone), ``dflash 7/-/-``, or a head's name for its own tree.
+
+        Raises ConfigError for anything else.
+        """
+        head, _, tree = text.strip().partition(" ")
+        parts = tree.split("/") if tree else []
+        parts = ["-", "-", *parts] if len(parts) == 1 else parts or ["-"] * 3
+        try:
+            if len(parts) != 3:
+                raise ValueError
+            numbers = [None if part == "-" else int(part) for part in parts]
+            return cls(head.lower(), *numbers)
+        except ValueError:
+            raise ConfigError(f"row {text!r} must read 'head', 'head N' or 'head S/k/N', a number or - each") from None
+
+    @property
+    def tree(self) -> tuple[int | None, int | None, int | None]:
+        """The three parameters."""
+        return self.num_steps, self.topk, self.num_draft_tokens
+
+    @property
+    def name(self) -> str:
+        """As `parse` reads it."""
+        if self.tree == (None, None, None):
+            return self.head
+        if self.tree[:2] == (None, None):
+            return f"{self.head} {self.num_draft_tokens}"
+        return f"{self.head} {'/'.join('-' if n is None else str(n) for n in self.tree)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptSet:
+    """Prompts as token ids, chat template applied."""
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How to measure.
+
+    Attributes:
+      temperatures: each with its own figures.
+      new_tokens: most tokens of an answer.
+      batch: requests at once for accept lengths.
+      timed: prompts of each set for speed; 0 measures no speed.
+      repeats: timings of a prompt, of which the median counts.
+      prompts: prompts of each set for accept lengths; 0 takes them from the timed answers.
+      capacity: positions of a row in all batches; `fitted` sets it.
+      chunk: prompt tokens of a prefill program.
+      threads: programs that are compiled at once.
+    """
+
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    new_tokens: int = 256
+    batch: int = 32
+    timed: int = 8
+    repeats: int = 1
+    prompts: int = 80
+    capacity: int = 0
+    chunk: int = 256
+    threads: int = 8
+
+    def fitted(self, sets: Iterable[PromptSet]) -> Settings:
+        """With room for the longest prompt, so that one program serves all, and chunks no larger than that prompt."""
+        longest = max(len(p) for s in sets for p in s.prompts[: max(self.prompts, self.timed)])
+        chunk = min(self.chunk, next((c for c in PREFILL_CHUNKS if c >= longest), PREFILL_CHUNKS[-1]))
+        return dataclasses.replace(self, capacity=bucket(longest + self.new_tokens + 1), chunk=chunk)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt of a set at one temperature."""
+
+    set: str
+    index: int
+    temperature: float
+    ids: tuple[int, ...]
+
+
+def open_session(params: ModelParams, row: Row, requests: Sequence[Request], settings: Settings) -> Session:
+    """A batch ready to run.
+
+    Raises ConfigError for a head that the model does not have, or a tree that it cannot draft.
+    """
+    draft = params.drafts.get(row.head)
+    if draft is None and row.head not in (PLAIN, "ngram"):
+        raise ConfigError(f"row {row.name!r}: no such head; the model has {', '.join(params.drafts) or 'none'}")
+    stops = sorted(params.config.stop_token_ids)
+    return start(
+        params, [list(r.ids) for r in requests], draft=draft, algorithm="auto" if draft is not None else row.head,
+        spec=SpecConfig(*row.tree),
+        sampling=[SamplingParams(temperature=r.temperature, seed=FIRST_SEED + r.index) for r in requests],
+        stop_ids=[stops] * len(requests), ignore_eos=False, max_new_tokens=settings.new_tokens, page_size=16,
+        prefill_size=settings.chunk, capacity=settings.capacity,
+    )  # fmt: skip
+
+
+def answer(session: Session) -> list[GenerationResult]:
+    """Runs a batch to its end."""
+    session.prefill()
+    session.run()
+    return [result_of(session, i, found, 0.0) for i, found in enumerate(read_answers(session, ()))]
+
+
+def warm(params: ModelParams, row: Row, requests: Sequence[Request], settings: Settings) -> float:
+    """Compiles what a batch needs and runs one round; returns the seconds spent on compiling."""
+    session = open_session(params, row, requests, settings)
+    session.prefill()
+    session.run(1)
+    return session.compile_seconds
+
+
+def requests_of(sets: Sequence[PromptSet], temperatures: Sequence[float], count: int) -> list[Request]:
+    """The first prompts of all sets at all temperatures."""
+    return [Request(s.name, i, t, ids) for s in sets for i, ids in enumerate(s.prompts[:count]) for t in temperatures]
+
+
+def batched(requests: Sequence[Request], size: int, temperatures: Sequence[float]) -> list[list[Request]]:
+    """Batches of `size`, the last one filled up with the first requests.
+
+    Whether any row samples is part of the program: each batch has all temperatures, as requests come in that order.
+    """
+    count = len(requests)
+    size = -(-min(size, count) // len(temperatures)) * len(temperatures)
+    return [[requests[(i + j) % count] for j in range(size)] for i in range(0, count, size)]
+
+
+@dataclasses.dataclass
+class Tally:
+    """What is known of one row on one set at one temperature."""
+
+    answers: list[GenerationResult] = dataclasses.field(default_factory=list)
+    plain: list[list[GenerationResult]] = dataclasses.field(default_factory=list)
+    timed: list[list[GenerationResult]] = dataclasses.field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures, in JSON's types."""
+        answers = self.answers or [times[0] for times in self.timed]
+        rounds = sum(r.stats.rounds for r in answers)
+        depth = max(len(r.stats.accept_by_depth) for r in answers)
+        shares = [np.pad(r.stats.accept_by_depth, (0, depth - len(r.stats.accept_by_depth))) for r in answers]
+        weights = [max(r.stats.rounds, 1e-9) for r in answers]
+        found: dict[str, Any] = {
+            "algorithm": answers[0].stats.algorithm,
+            "resolved": [answers[0].stats.num_steps, answers[0].stats.topk, answers[0].stats.num_draft_tokens],
+            "prompts": len(answers),
+            "completion_tokens": sum(r.stats.completion_tokens for r in answers),
+            "rounds": rounds,
+            "accept_length": emitted(answers) / rounds if rounds else 1.0,
+            "accept_length_by_prompt_mean": statistics.mean(r.stats.accept_length for r in answers),
+            "tokens_per_pass": sum(r.stats.tokens_per_pass * r.stats.rounds for r in answers) / rounds if rounds else 1.0,
+            "accept_by_depth": np.average(shares, axis=0, weights=weights).tolist() if depth else [],
+        }
+        if self.timed:
+            found |= speed(self.plain, self.timed)
+        return found
+
+
+def emitted(answers: Sequence[GenerationResult]) -> float:
+    """Tokens that rounds emitted."""
+    return sum(r.stats.accept_length * r.stats.rounds for r in answers)
+
+
+def speed(plain: Sequence[Sequence[GenerationResult]], spec: Sequence[Sequence[GenerationResult]]) -> dict[str, Any]:
+    """Tokens per second of both, by prompt the median of its repeats, and their ratio over all prompts and by prompt."""
+
+    def seconds(answers: Sequence[Sequence[GenerationResult]]) -> list[float]:
+        return [statistics.median(r.stats.decode_seconds for r in times) for times in answers]
+
+    def rate(answers: Sequence[Sequence[GenerationResult]]) -> float:
+        return emitted([times[0] for times in answers]) / sum(seconds(answers))
+
+    def per_token(answers: Sequence[Sequence[GenerationResult]]) -> np.ndarray:
+        return np.array(seconds(answers)) / np.array([max(emitted(times[:1]), 1.0) for times in answers])
+
+    def round_ms(answers: Sequence[Sequence[GenerationResult]]) -> float:
+        pairs = zip(seconds(answers), answers, strict=True)
+        return statistics.median(s / max(times[0].stats.rounds, 1) for s, times in pairs) * 1e3
+
+    return {
+        "timed_prompts": len(spec),
+        "repeats": len(spec[0]),
+        "plain_tokens_per_second": rate(plain),
+        "tokens_per_second": rate(spec),
+        "speedup": rate(spec) / rate(plain),
+        "median_speedup": float(np.median(per_token(plain) / per_token(spec))),
+        "plain_round_ms": round_ms(plain),
+        "round_ms": round_ms(spec),
+        "timed_accept_length": emitted([t[0] for t in spec]) / max(sum(t[0].stats.rounds for t in spec), 1),
+        "same_tokens": sum(a[0].tokens == b[0].tokens for a, b in zip(plain, spec, strict=True)),
+    }
+
+
+@dataclasses.dataclass
+class Group:
+    """Rows that are compiled together, share the timings of plain decoding, and are measured one after another."""
+
+    params: ModelParams
+    rows: Sequence[Row]
+    sets: Sequence[PromptSet]
+    settings: Settings
+    log: Callable[[str], None] = print
+
+    def __post_init__(self):
+        s = self.settings
+        self.requests = requests_of(self.sets, s.temperatures, s.prompts)
+        self.batches = batched(self.requests, s.batch, s.temperatures) if self.requests else []
+        self.timed = requests_of(self.sets, s.temperatures, s.timed)
+
+    def compile(self) -> list[Row]:
+        """Compiles all programs, several at once; rows that fail are named and left out."""
+        begun = time.perf_counter()
+        plain = [Row(PLAIN)] if self.timed and Row(PLAIN) not in self.rows else []
+        jobs = [(row, self.batches[0]) for row in self.rows if self.batches]
+        for temperature in self.settings.temperatures if self.timed else ():
+            one = [next(r for r in self.timed if r.temperature == temperature)]
+            jobs += [(row, one) for row in (*plain, *self.rows)]
+        failed: dict[Row, Exception] = {}
+        spent = 0.0
+        with concurrent.futures.ThreadPoolExecutor(self.settings.threads) as pool:
+            running = {pool.submit(warm, self.params, row, batch, self.settings): row for row, batch in jobs}
+            for job in concurrent.futures.as_completed(running):
+                if job.exception() is None:
+                    spent += job.result()
+                else:
+                    failed[running[job]] = job.exception()
+        for row, error in failed.items():
+            if row in plain:
+                raise error
+            self.log(f"{row.name}: {type(error).__name__}: {str(error)[:600]}")
+        took = time.perf_counter() - begun
+        self.log(f"{len(jobs)} pairs of programs compiled in {took:.0f} s (one after another: {spent:.0f} s)")
+        return [row for row in self.rows if row not in failed]
+
+    def measure(self) -> dict[tuple[Row, str, float], dict[str, Any]]:
+        """Figures by (row, set, temperature)."""
+        rows = self.compile()
+        tallies = {(row, s.name, t): Tally() for row in rows for s in self.sets for t in self.settings.temperatures}
+        for row in rows:
+            begun, left = time.perf_counter(), len(self.requests)
+            for batch in self.batches:
+                for request, result in zip(batch[:left], answer(self.session(row, batch)), strict=False):
+                    tallies[row, request.set, request.temperature].answers.append(result)
+                left -= len(batch)
+            if self.batches:
+                self.log(f"{row.name}: accept lengths of {len(self.requests)} answers in {time.perf_counter() - begun:.0f} s")
+        begun = time.perf_counter()
+        for request in self.timed:
+            self.time(request, rows, tallies)
+        if self.timed:
+            self.log(f"{len(self.timed)} prompts timed with {len(rows)} rows in {time.perf_counter() - begun:.0f} s")
+        return {key: tally.to_json() for key, tally in tallies.items()}
+
+    def time(self, request: Request, rows: Sequence[Row], tallies: dict) -> None:
+        """One prompt by all rows and by plain decoding, in turns."""
+        found: dict[Row, list[GenerationResult]] = {row: [] for row in (Row(PLAIN), *rows)}
+        for _ in range(self.settings.repeats):
+            for row, results in found.items():
+                results += answer(self.session(row, [request]))
+        for row in rows:
+            tally = tallies[row, request.set, request.temperature]
+            tally.plain.append(found[Row(PLAIN)])
+            tally.timed.append(found[row])
+
+    def session(self, row: Row, requests: Sequence[Request]) -> Session:
+        """A batch of this group."""
+        session = open_session(self.params, row, requests, self.settings)
+        jax.block_until_ready(session.state.tokens)
+        return session
