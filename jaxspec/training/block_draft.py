@@ -19,7 +19,7 @@ from jaxspec.drafters import dflash_model
 from jaxspec.drafters.dflash_config import DFlashConfig
 from jaxspec.models import decoder
 from jaxspec.training import initial
-from jaxspec.training.blocks import block_attend, sample_anchors, switch, take
+from jaxspec.training.blocks import block_attend, sample_anchors, take
 from jaxspec.training.objective import Objective, Option, View
 
 OPTIONS = {
@@ -27,7 +27,7 @@ OPTIONS = {
     "block": Option(int, 8, "slots of a block"),
     "taps": Option(int, 3, "hidden states of the target that the draft reads"),
     "anchors": Option(int, 64, "blocks that are drafted in every row of a batch"),
-    "causal": Option(switch, False, "slots see only slots before them, as trees over one block like it"),
+    "causal": Option(bool, False, "slots see only slots before them, as trees over one block like it"),
     "off_path": Option(float, 0.5, "weight of drafts behind a token that is not the target's most likely one"),
     "mask_token": Option(int, None, "token in the slots to be filled, one that texts do not hold (default: the last one)"),
 }

@@ -14,14 +14,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxspec.models.decoder import Attend
 
 
-def switch(text: str) -> bool:
-    """An option that is on or off. Raises ValueError for anything but 1, 0, true, false, yes, no, on, off."""
-    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if text.lower() not in known:
-        raise ValueError(f"{text!r} must be one of {', '.join(known)}")
-    return known[text.lower()]
-
-
 def sample_anchors(key: PRNGKeyArray, allowed: Bool[Array, "B T"], count: int) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
     """`count` different positions of every row, uniformly among the allowed ones, in random order.
 

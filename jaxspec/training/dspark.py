@@ -15,7 +15,6 @@ from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.drafters import dflash_heads, dflash_model
 from jaxspec.training import block_draft
 from jaxspec.training.block_draft import BlockDraftObjective
-from jaxspec.training.blocks import switch
 from jaxspec.training.losses import masked_mean, over_rows, soft_cross_entropy
 from jaxspec.training.objective import Option, View, chain_accept
 
@@ -28,7 +27,7 @@ OPTIONS = block_draft.OPTIONS | {
     "taps": Option(int, 2, "hidden states of the target that the draft reads"),
     "markov_rank": Option(int, 16, "rank of the correction by the token before"),
     "markov": Option(str, "vanilla", "kind of that correction: vanilla or gated"),
-    "confidence": Option(switch, True, "train an estimate of acceptance, by which chains can end early"),
+    "confidence": Option(bool, True, "train an estimate of acceptance, by which chains can end early"),
     "ce": Option(float, 0.1, "weight of the cross entropy"),
     "tv": Option(float, 0.9, "weight of the distance between both distributions"),
     "estimate": Option(float, 1.0, "weight of the estimate's cross entropy"),

@@ -39,7 +39,7 @@ OPTIONS = {
     "anchors": Option(int, 64, "blocks of that size in every row of a batch"),
     "noise_below": Option(int, None, "noise ids lie in 1 … noise_below - 1 (default: the whole vocabulary)"),
     "ce": Option(float, 0.0, "weight of a cross entropy beside the distance between both distributions"),
-    "total_steps": Option(int, 0, "steps over which block sizes grow; 0 trains blocks of full size from the beginning"),
+    "curriculum_steps": Option(int, 0, "steps over which block sizes grow; 0 trains blocks of full size from the beginning"),
 }
 
 
@@ -129,21 +129,21 @@ class UnoObjective(Objective):
       block: rows of a full block, the seed's included.
       anchors: full blocks in every row of a batch; while blocks are smaller there are more of them in the same space.
       ce: weight of the cross entropy -Σ p log q.
-      total_steps: steps over which block sizes grow; 0 for full size at once.
+      curriculum_steps: steps over which block sizes grow; 0 for full size at once.
     """
 
     block: int
     anchors: int
     ce: float
-    total_steps: int
+    curriculum_steps: int
 
     def __post_init__(self):
         if self.block < 2:
             raise ConfigError(f"block={self.block} must be at least 2: the exact row and one that drafts")
         if self.anchors < 1:
             raise ConfigError(f"anchors={self.anchors} must be at least 1")
-        if self.ce < 0 or self.total_steps < 0:
-            raise ConfigError(f"ce={self.ce} and total_steps={self.total_steps} must not be negative")
+        if self.ce < 0 or self.curriculum_steps < 0:
+            raise ConfigError(f"ce={self.ce} and curriculum_steps={self.curriculum_steps} must not be negative")
 
     def init(self, key: jax.Array, target_tree, token_counts: Int[Array, " V"]) -> tuple[dict, dict]:
         """Random ``a``, and ``b`` of zeros: the target as it is (Hu et al. 2021, section 4.1)."""
@@ -153,10 +153,9 @@ class UnoObjective(Objective):
 
     def block_size(self, step: Int[Array, ""]) -> Int[Array, ""]:
         """Rows of a block at a step."""
-        sizes = jnp.asarray(block_sizes(self.block))
-        if not self.total_steps:
-            return sizes[-1]
-        return sizes[jnp.minimum(step * len(sizes) // self.total_steps, len(sizes) - 1)]
+        sizes = block_sizes(self.block)
+        starts = np.arange(1, len(sizes)) * self.curriculum_steps / len(sizes)
+        return jnp.asarray(sizes)[jnp.sum(step >= starts)]
 
     def adapter(self, params: dict) -> dict:
         """The adapter without what its form does not have: a module's rows of ``b`` outside its own columns."""
@@ -278,7 +277,7 @@ def build(
     anchors: int = OPTIONS["anchors"].default,
     noise_below: int | None = None,
     ce: float = OPTIONS["ce"].default,
-    total_steps: int = OPTIONS["total_steps"].default,
+    curriculum_steps: int = OPTIONS["curriculum_steps"].default,
 ) -> UnoObjective:
     """The objective of a new adapter (`OPTIONS` says what the options mean).
 
@@ -291,4 +290,4 @@ def build(
         target=target, rank=rank, alpha=2.0 * rank if alpha is None else alpha, modules=modules_of(target),
         mask_token_id=noise_below,
     )  # fmt: skip
-    return UnoObjective(target, config, block=block, anchors=anchors, ce=ce, total_steps=total_steps)
+    return UnoObjective(target, config, block=block, anchors=anchors, ce=ce, curriculum_steps=curriculum_steps)

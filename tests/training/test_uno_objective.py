@@ -116,7 +116,7 @@ def restated(objective, params, view, key, size):
 @pytest.mark.parametrize("step, size", [(0, 2), (4, 4), (11, 5)])
 def test_loss_equals_numpy_at_every_stage(step, size):
     model = tiny.target(layers=2)
-    objective = uno.build(model.config, rank=2, block=5, anchors=2, total_steps=12, noise_below=40)
+    objective = uno.build(model.config, rank=2, block=5, anchors=2, curriculum_steps=12, noise_below=40)
     params, view = shaken(start(model, objective)), random_view(model, objective)
     loss, metrics = jax.jit(objective.loss)(params, view, KEY, jnp.int32(step))
     expected, accept = restated(objective, params, view, KEY, size)
@@ -126,8 +126,8 @@ def test_loss_equals_numpy_at_every_stage(step, size):
 
 
 def test_block_sizes_grow_in_equal_parts():
-    objective = uno.build(tiny.config(), block=16, total_steps=60)
-    sizes = [int(objective.block_size(jnp.int32(step))) for step in (0, 9, 10, 29, 30, 59, 1000)]
+    objective = uno.build(tiny.config(), block=16, curriculum_steps=60)
+    sizes = [int(objective.block_size(jnp.int32(step))) for step in (0, 9, 10, 29, 30, 59, 1 << 30)]
     assert sizes == [2, 2, 4, 6, 8, 16, 16]
     assert int(uno.build(tiny.config(), block=3).block_size(jnp.int32(0))) == 3
 
@@ -179,7 +179,7 @@ def test_layers_one_by_one_and_in_a_loop(changes):
 
 def test_training_makes_drafts_that_the_target_accepts():
     model, asked, rows = greedy_text()
-    objective = uno.build(model.config, rank=4, block=4, anchors=8, total_steps=90, noise_below=2)
+    objective = uno.build(model.config, rank=4, block=4, anchors=8, curriculum_steps=90, noise_below=2)
     draft, seen = train(objective, model, greedy_view(objective), 120, 1e-2)
     losses = [loss for loss, _ in seen]
     assert np.mean(losses[25:30]) < 0.9 * losses[0]
