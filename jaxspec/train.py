@@ -155,7 +155,9 @@ def train_head(args: argparse.Namespace, target, log) -> int:
     options = chosen(args, TrainOptions, learning_rate=module.LEARNING_RATE, weight_decay=decay, **budget)
     data = get_data(args, target, log)
     work = out.with_name(f".{out.name}-training")
-    trained = train(objective, target, data, options, folder=work, progress=not args.quiet, log=log)
+    trained = train(
+        objective, target, data, options, folder=work, storage=args.quantize, progress=not args.quiet, log=log
+    )
     for number, loss in enumerate(trained.losses):
         if number == 0 or number == len(trained.losses) - 1:
             log(f"step {number + 1}: loss {loss:.4f}")

@@ -21,7 +21,8 @@ from jaxtyping import Array, Bool, Int
 
 from jaxspec import runtime
 from jaxspec.config import ConfigError, ModelConfig
-from jaxspec.conversion import store
+from jaxspec.conversion import quantize, store
+from jaxspec.conversion.mapping import flatten, unflatten
 from jaxspec.conversion.pipeline import fresh_folder
 from jaxspec.models import decoder
 from jaxspec.params import DraftParams, ModelParams
@@ -161,6 +162,7 @@ def train(
     options: TrainOptions,
     *,
     folder: Path | None = None,
+    storage: str | None = None,
     progress: bool = True,
     log: Callable[[str], None] = lambda text: None,
 ) -> Trained:
@@ -173,13 +175,14 @@ def train(
       options: see there.
       folder: where checkpoints and ``training.jsonl`` are kept while training runs; a run that was interrupted there goes on
         behind its last checkpoint, with the same losses as without the interruption. None: nothing is written.
+      storage: how the head will be stored ("int8"): its accept length is measured as stored, too.
       progress: show a bar on stderr.
       log: receives what happened in words.
 
     Raises:
       ConfigError: too few rows, or `folder` holds checkpoints of a run with other options.
     """
-    return _Run(objective, target, data, options, folder, log).run(progress)
+    return _Run(objective, target, data, options, folder, log).run(progress, storage)
 
 
 class _Run:
@@ -259,7 +262,7 @@ class _Run:
         numbers = {f"held_out_{name}": round(float(value), 5) for name, value in means.items()}
         return {"accept_length": round(1 + float(accept.sum()), 4), "accept": [round(float(a), 4) for a in accept], **numbers}
 
-    def run(self, progress: bool) -> Trained:
+    def run(self, progress: bool, storage: str | None) -> Trained:
         """All steps."""
         from tqdm import tqdm
 
@@ -324,6 +327,9 @@ class _Run:
             about["held_out_accept_length"] = curve[-1]["accept_length"]
         draft = None
         if number == total:
+            if storage is not None:
+                stored = as_stored(state[0], storage)
+                about[f"held_out_accept_length_{storage}"] = self.evaluate((stored,), constants)["accept_length"]
             tree = merge(state[0], constants)
             draft = DraftParams(tree, self.objective.config, f"trained for {self.target.source}")
         return Trained(draft, tuple(losses), tuple(curve), about)
@@ -355,6 +361,19 @@ class _Run:
                 "for what that run was asked for"
             )
         return (trainable, moments, state[2]), about
+
+
+def as_stored(tree: Any, method: str) -> Any:
+    """The parameters as they come back from a folder that was written with that method (`jaxspec.conversion.quantize`)."""
+    quantize.check_method(method)
+
+    def stored(path: str, x):
+        array = np.asarray(x)
+        if not quantize.is_quantized(path, array.shape, array.dtype):
+            return x
+        return jnp.asarray(quantize.dequantize(*quantize.quantize(path, array)))
+
+    return unflatten({path: stored(path, x) for path, x in flatten(tree).items()})
 
 
 def write_jsonl(file: Path, rows) -> None:

@@ -1,0 +1,145 @@
+"""Trains the demo model's heads: one data set, then every head within its share of a time budget.
+
+    PYTHONPATH=. python3 benchmarks/train_demo.py --budget 480 --tokens 12e6 --out OUT --heads eagle3 dspark uno
+
+Several processes (one a GPU) may write data into the same folder under different seeds; each waits for the others'
+(--wait) and trains on all of it. Heads are written as OUT/<model>-<head> (int8), with their curves. A head that fails is
+reported and its time goes to the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import numpy as np
+
+import jaxspec
+from jaxspec import runtime
+from jaxspec.config import ModelConfig
+from jaxspec.conversion.tokenizer import TokenizerFiles
+from jaxspec.loading import resolve
+from jaxspec.training import data as rows
+from jaxspec.training.data import Data
+from jaxspec.training.heads import MODULES, head_module
+from jaxspec.training.loop import TrainOptions, train, write_head
+from jaxspec.training.synthesis import SynthesisOptions, synthesise
+
+RECIPES: dict[str, dict] = {
+    "eagle3": {"options": {"draft_vocab": 4096}, "share": 1.5},
+    "dspark": {"options": {"layers": 1, "taps": 2, "markov_rank": 16}, "share": 1.4},
+    "dflash": {"options": {"layers": 2, "causal": True}, "share": 1.0},
+    "uno": {"options": {"rank": 8}, "share": 1.4},
+    "eagle": {"options": {}, "share": 1.0},
+    "mtp": {"options": {}, "share": 1.0},
+    "standalone": {"options": {}, "share": 0.8},
+}
+"""Head → its options for the demo model, and its share of the time."""
+
+
+def say(text: str) -> None:
+    print(f"[{time.perf_counter() - BEGIN:5.0f} s] {text}", flush=True)
+
+
+BEGIN = time.perf_counter()
+
+
+def join(parts: list[Data]) -> Data:
+    """Several data sets as one."""
+    about = dict(parts[0].about) | {"seed": [p.about["seed"] for p in parts]}
+    for key in ("rows_written", "rows_dropped_for_overlap"):
+        about[key] = sum(p.about[key] for p in parts)
+    arrays = [np.concatenate([getattr(p, name) for p in parts]) for name in ("tokens", "supervised", "temperatures")]
+    return Data(*arrays, about)
+
+
+def get_data(args, target) -> Data:
+    """The rows of all processes; those of this one are written first."""
+    own = args.data / f"data{args.seed}.npz"
+    if not own.exists():
+        options = SynthesisOptions(tokens=int(args.tokens), length=args.length, rows=args.rows, seed=args.seed)
+        exclude = rows.exclusion_texts(args.exclude, target.tokenizer)
+        synthesise(target, options, exclude=exclude, progress=False, log=say).save(own)
+    wanted = [args.data / f"data{seed}.npz" for seed in (args.wait or [args.seed])]
+    while missing := [file for file in wanted if not file.exists()]:
+        if time.perf_counter() - BEGIN > args.budget / 2:
+            say(f"{missing} did not come: training on what is there")
+            break
+        time.sleep(0.5)
+    return join([rows.load(file) for file in wanted if file.exists()])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--heads", nargs="+", choices=list(MODULES), default=list(RECIPES))
+    parser.add_argument("--budget", type=float, default=480, help="seconds for everything")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data", type=Path, help="folder of the data sets (default: --out)")
+    parser.add_argument("--tokens", type=float, default=12e6, help="tokens that this process writes")
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--length", type=int, default=768)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0, help="of this process's data")
+    parser.add_argument("--wait", type=int, nargs="*", help="seeds of all processes that write data")
+    parser.add_argument("--exclude", nargs="*", default=[], help="evaluation prompts (JSONL)")
+    parser.add_argument("--lr", type=json.loads, default={}, help='learning rates that differ, JSON: {"eagle3": 0.002}')
+    parser.add_argument("--steps", type=int, help="steps of every head in place of time, for trials")
+    args = parser.parse_args()
+    args.data = args.data or args.out
+    args.out.mkdir(parents=True, exist_ok=True)
+    runtime.use_compilation_cache()
+    target = jaxspec.load(args.model)
+    say("target loaded")
+    data = get_data(args, target)
+    say(f"{data.num_tokens:,} tokens in {len(data.tokens)} rows, {data.supervised.mean():.0%} answers")
+    failed = 0
+    for i, name in enumerate(args.heads):
+        left = args.budget - (time.perf_counter() - BEGIN) - 6
+        shares = [RECIPES[other]["share"] for other in args.heads[i:]]
+        minutes = left * shares[0] / sum(shares) / 60
+        if minutes <= 0:
+            say(f"{name}: no time left")
+            failed = 1
+            continue
+        try:
+            train_one(args, name, target, data, minutes)
+        except Exception:  # the other heads' turn
+            traceback.print_exc()
+            failed = 1
+    return failed
+
+
+def train_one(args, name: str, target, data: Data, minutes: float) -> None:
+    """One head: trained, measured with eight-bit weights, too, and written."""
+    module = head_module(name)
+    objective = module.build(target.config, **RECIPES[name]["options"])
+    budget = {"steps": args.steps} if args.steps else {"minutes": minutes - 0.08}
+    options = TrainOptions(
+        **budget, batch=args.batch, learning_rate=args.lr.get(name, module.LEARNING_RATE),
+        weight_decay=getattr(module, "WEIGHT_DECAY", 0.0), held_out=2 * args.batch, evaluate_every=12.0,
+    )  # fmt: skip
+    say(f"{name}: {minutes:.2f} minutes, {options.learning_rate=}")
+    log = lambda text: say(f"{name}: {text}")  # noqa: E731
+    trained = train(objective, target, data, options, storage="int8", progress=False, log=log)
+    for point in trained.curve:
+        say(f"{name}: {json.dumps(point)}")
+    out = args.out / f"{args.model}-{name}"
+    whole = isinstance(objective.config, ModelConfig)
+    tokenizer = None
+    if whole:
+        source = resolve(args.model)
+        tokenizer = TokenizerFiles.of_folder(source) if source.is_dir() else None
+    write_head(trained, out, quantize="int8", force=True, tokenizer=tokenizer)
+    size = sum(f.stat().st_size for f in out.rglob("*") if f.is_file())
+    say(f"{name}: {len(trained.losses)} steps, loss {trained.losses[0]:.4f} -> {trained.losses[-1]:.4f}, "
+        f"accept length {trained.curve[-1]['accept_length']}, "
+        f"stored {trained.about['held_out_accept_length_int8']}, {size / 2**20:.2f} MiB")  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
