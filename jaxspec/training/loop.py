@@ -31,6 +31,9 @@ from jaxspec.training.data import Data, batch_rows
 from jaxspec.training.objective import Objective, View, cast, merge
 from jaxspec.training.state import latest_checkpoint, load_checkpoint, save_checkpoint
 
+LAST_STEP = 1 << 30
+"""The step that measurements are made as: behind every curriculum."""
+
 CALIBRATION_STEPS = 6
 """Steps that are timed (and thrown away) when the number of steps follows from a time budget."""
 
@@ -95,12 +98,12 @@ class Trained:
     about: dict[str, Any]
 
 
-def learning_rate_at(step, total, options: TrainOptions):
+def learning_rate_at(step, total, peak, warmup: float):
     """Linear warm-up, then a cosine to 0 (Loshchilov & Hutter 2017)."""
-    warm = jnp.maximum(jnp.floor(total * options.warmup), 1.0)
+    warm = jnp.maximum(jnp.floor(total * warmup), 1.0)
     progress = jnp.clip((step - warm) / jnp.maximum(total - warm, 1.0), 0.0, 1.0)
     factor = jnp.where(step < warm, (step + 1) / warm, 0.5 * (1 + jnp.cos(jnp.pi * progress)))
-    return options.learning_rate * factor
+    return peak * factor
 
 
 def optimiser(options: TrainOptions) -> optax.GradientTransformation:
@@ -128,8 +131,12 @@ def merged(trainable: Any, constants: Any, dtype: Any) -> dict:
 
 
 @partial(jax.jit, static_argnames=("objective", "options", "dtype"), donate_argnums=0)
-def train_step(state, constants, tree, data, rows, step, total, *, objective: Objective, options: TrainOptions, dtype: str):
-    """One optimiser step; `state` is (trainable, optimiser's state, key). Gives the new state and the metrics."""
+def train_step(state, constants, tree, data, rows, plan, *, objective: Objective, options: TrainOptions, dtype: str):
+    """One optimiser step; `state` is (trainable, optimiser's state, key). Gives the new state and the metrics before it.
+
+    `plan` is (number of the step, number of steps, peak of the learning rate): none of them compiles anything anew.
+    """
+    step, total, peak = plan
     trainable, moments, key = state
     tokens, supervised = (x[rows] for x in data)
     with decoder.full_precision(tree):
@@ -139,20 +146,11 @@ def train_step(state, constants, tree, data, rows, step, total, *, objective: Ob
             return objective.loss(merged(trainable, constants, dtype), view, jax.random.fold_in(key, step), step)
 
         (loss, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable)
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(gradients)))
     updates, moments = optimiser(options).update(gradients, moments, trainable)
-    rate = learning_rate_at(step, total, options)
+    rate = learning_rate_at(step, total, peak, options.warmup)
     trainable = jax.tree.map(lambda w, u: w - rate * u, trainable, updates)
-    return (trainable, moments, key), {**metrics, "loss": loss, "gradient_norm": optax.global_norm(gradients)}
-
-
-@partial(jax.jit, static_argnames=("objective", "dtype"))
-def evaluate_step(trainable, constants, tree, data, rows, *, objective: Objective, dtype: str):
-    """The metrics of some rows."""
-    tokens, supervised = (x[rows] for x in data)
-    with decoder.full_precision(tree):
-        view = view_of(objective, tree, tokens, supervised)
-        loss, metrics = objective.loss(merged(trainable, constants, dtype), view, jax.random.key(1), jnp.int32(1 << 30))
-    return {**metrics, "loss": loss}
+    return (trainable, moments, key), {**metrics, "loss": loss, "gradient_norm": norm}
 
 
 def train(
@@ -198,8 +196,9 @@ class _Run:
             )
         self.rows, self.num_rows, self.length = kept, len(kept.tokens), data.tokens.shape[1]
         self.dtype = str(jax.tree.leaves(target.tree["embedder"])[0].dtype)
-        self.device_data = tuple(jnp.asarray(x) for x in (kept.tokens, kept.supervised))
-        self.device_held_out = tuple(jnp.asarray(x) for x in (held_out.tokens, held_out.supervised))
+        self.num_held_out = len(held_out.tokens)
+        pairs = ((kept.tokens, held_out.tokens), (kept.supervised, held_out.supervised))
+        self.device_data = tuple(jnp.asarray(np.concatenate(pair)) for pair in pairs)
         # what must agree for a checkpoint to be gone on with
         asked = dataclasses.asdict(options) | {"stop_after": None, "checkpoint_every": None, "checkpoint_steps": None}
         self.identity = json.loads(json.dumps({
@@ -216,29 +215,34 @@ class _Run:
         return (trainable, optimiser(self.options).init(trainable), jax.random.fold_in(key, 1)), constants
 
     def step(self, state, constants, number: int, total: int):
-        """One step, compiled at the first call."""
+        """One step of training."""
         rows = batch_rows(self.num_rows, self.options.batch, self.options.seed, number)
-        arguments = (state, constants, self.target.tree, self.device_data, rows, np.int32(number), np.float32(total))
+        return self.call(state, constants, rows, number, total)
+
+    def call(self, state, constants, rows, number: int, total: int):
+        """`train_step`, compiled at the first call."""
+        plan = (np.int32(number), np.float32(total), np.float32(self.options.learning_rate))
+        arguments = (state, constants, self.target.tree, self.device_data, np.asarray(rows, np.int32), plan)
+        o = self.options
         # what only says how long to run, or how often to write, shall not compile anything anew
-        options = dataclasses.replace(
-            self.options, steps=1, minutes=None, evaluate_every=1.0, evaluate_steps=None, checkpoint_every=1.0,
-            checkpoint_steps=None, stop_after=None, held_out=1,
-        )  # fmt: skip
-        program, _ = runtime.compiled(train_step, *arguments, objective=self.objective, options=options, dtype=self.dtype)
+        fixed = TrainOptions(
+            steps=1, batch=o.batch, weight_decay=o.weight_decay, warmup=o.warmup, clip=o.clip, b1=o.b1, b2=o.b2
+        )
+        program, _ = runtime.compiled(train_step, *arguments, objective=self.objective, options=fixed, dtype=self.dtype)
         return program(*arguments)
 
     def calibrate(self, state, constants) -> int:
         """How many steps fit the time budget: some are run on a copy of the state and thrown away."""
         state = jax.tree.map(jnp.copy, state)
-        state, metrics = self.step(state, constants, 0, 1 << 20)
+        state, metrics = self.step(state, constants, 0, LAST_STEP)
         jax.block_until_ready(metrics)
-        self.evaluate(state, constants)
+        self.evaluate(*state[:2], constants)
         start = time.perf_counter()
-        self.evaluate(state, constants)
+        self.evaluate(*state[:2], constants)
         measuring = time.perf_counter() - start
         start = time.perf_counter()
         for number in range(1, 1 + CALIBRATION_STEPS):
-            state, metrics = self.step(state, constants, number, 1 << 20)
+            state, metrics = self.step(state, constants, number, LAST_STEP)
         jax.block_until_ready(metrics)
         seconds = (time.perf_counter() - start) / CALIBRATION_STEPS
         left = self.options.minutes * 60 - (time.perf_counter() - self.begin)
@@ -248,17 +252,20 @@ class _Run:
         self.log(f"{seconds * 1e3:.0f} ms a step after {self.options.minutes * 60 - left:.0f} s of compiling: {steps} steps")
         return steps
 
-    def evaluate(self, state, constants) -> dict[str, Any]:
-        """Means of the metrics over the held-out rows, in batches; what does not fill a batch is left out if there is one."""
-        count, size = len(self.device_held_out[0]), min(self.options.batch, len(self.device_held_out[0]))
-        found = []
-        for start in range(0, count - size + 1, size):
-            rows = np.arange(start, start + size, dtype=np.int32)
-            arguments = (state[0], constants, self.target.tree, self.device_held_out, rows)
-            program, _ = runtime.compiled(evaluate_step, *arguments, objective=self.objective, dtype=self.dtype)
-            found.append(program(*arguments))
+    def evaluate(self, trainable, moments, constants) -> dict[str, Any]:
+        """Means of the metrics over the held-out rows, by the program that trains, whose new state is thrown away.
+
+        A program of its own would take as long to compile as hundreds of steps take to run. Its batches are as large as those
+        of training; the last one is filled up with rows from the beginning.
+        """
+        count, batch, found = self.num_held_out, self.options.batch, []
+        for start in range(0, count, batch):
+            rows = self.num_rows + np.arange(start, start + batch) % count
+            copies = jax.tree.map(jnp.copy, (trainable, moments))  # the program takes over what it is given
+            _, metrics = self.call((*copies, jax.random.key(1)), constants, rows, LAST_STEP, LAST_STEP)
+            found.append(metrics)
         means = jax.tree.map(lambda *x: np.mean([np.asarray(y) for y in x], axis=0), *found)
-        accept = means.pop("accept")
+        accept, _ = means.pop("accept"), means.pop("gradient_norm")
         numbers = {f"held_out_{name}": round(float(value), 5) for name, value in means.items()}
         return {"accept_length": round(1 + float(accept.sum()), 4), "accept": [round(float(a), 4) for a in accept], **numbers}
 
@@ -283,7 +290,7 @@ class _Run:
         first = number
         with tqdm(total=total, initial=number, unit="step", desc="training", disable=not progress) as bar:
             if number == 0:
-                curve.append({"step": 0, "tokens": 0, "seconds": 0.0, **self.evaluate(state, constants)})
+                curve.append({"step": 0, "tokens": 0, "seconds": 0.0, **self.evaluate(*state[:2], constants)})
             while number < end:
                 state, metrics = self.step(state, constants, number, total)
                 number += 1
@@ -298,7 +305,7 @@ class _Run:
                     speed = (number - first) * tokens_a_step / (time.perf_counter() - started)
                     curve.append({
                         "step": number, "tokens": number * tokens_a_step, "seconds": round(time.perf_counter() - self.begin, 2),
-                        "loss": losses[-1], "tokens_per_second": round(speed), **self.evaluate(state, constants),
+                        "loss": losses[-1], "tokens_per_second": round(speed), **self.evaluate(*state[:2], constants),
                     })  # fmt: skip
                     self.write_curve(curve)
                     bar.set_postfix_str(
@@ -329,7 +336,7 @@ class _Run:
         if number == total:
             if storage is not None:
                 stored = as_stored(state[0], storage)
-                about[f"held_out_accept_length_{storage}"] = self.evaluate((stored,), constants)["accept_length"]
+                about[f"held_out_accept_length_{storage}"] = self.evaluate(stored, state[1], constants)["accept_length"]
             tree = merge(state[0], constants)
             draft = DraftParams(tree, self.objective.config, f"trained for {self.target.source}")
         return Trained(draft, tuple(losses), tuple(curve), about)

@@ -71,11 +71,11 @@ def official(objective, params, view):
 def test_the_loss_is_the_official_one(chunk, monkeypatch):
     monkeypatch.setattr(attention, "CHUNK", chunk)
     target = tiny.target()
-    objective, params = made(target, steps_ahead=4)
+    objective, params = made(target, steps_ahead=3)
     view = random_view(target)
     loss, metrics = jax.jit(objective.loss)(params, view, jax.random.key(0), 0)
     losses, accept = official(objective, params, view)
-    np.testing.assert_allclose(loss, (losses * 0.8 ** np.arange(4)).sum(), rtol=1e-5)
+    np.testing.assert_allclose(loss, (losses * 0.8 ** np.arange(3)).sum(), rtol=1e-5)
     np.testing.assert_allclose(metrics["accept"], accept, atol=1e-6)
 
 
@@ -95,8 +95,7 @@ def plain_attend(cache, q, k, v, *, scale, window, softcap):
     return jnp.einsum("BHTL,BLHD->BTHD", weights, values), passes
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 5])
-@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window, softcap", [(None, None), (1, 3.0), (2, None), (5, None)])
 def test_attention_in_chunks_equals_attention_at_once(window, softcap, monkeypatch):
     """Values and gradients, first pass against `causal_attend`, too."""
     monkeypatch.setattr(attention, "CHUNK", 4)
