@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.pytree import pytree
-from pallas_kernels import kv_compact_layers, kv_write
+from pallas_kernels import kv_compact_layers, kv_write, kv_write_layers
 
 SCRATCH_PAGE = 0
 
@@ -76,6 +76,13 @@ def find_slots(page_table: Int[Array, "B N"], page_size: int, index: Int[Array, 
 def write(layer: LayerKV, slots: Slots, k: Float[Array, "B T K Dk"], v: Float[Array, "B T K Dv"]) -> LayerKV:
     """Writes new keys and values; in place when the pool is donated."""
     return LayerKV(*kv_write(layer.k, layer.v, slots.page, slots.slot, k, v))
+
+
+def write_layers(layers: tuple[LayerKV, ...], slots: Slots, heads: Float[Array, "B T layers 2 K D"]) -> tuple[LayerKV, ...]:
+    """Writes keys and values of several layers at the same slots."""
+    entries = heads.reshape(*heads.shape[:2], -1, *heads.shape[4:])
+    pools = kv_write_layers([pool for layer in layers for pool in layer], slots, entries)
+    return tuple(map(LayerKV, pools[::2], pools[1::2]))
 
 
 def compact(

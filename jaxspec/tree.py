@@ -155,6 +155,16 @@ def top_k(values: Float[Array, "*R V"], k: int) -> tuple[Float[Array, "*R K"], I
     return jnp.stack(best, -1), jnp.stack(where, -1).astype(jnp.int32)
 
 
+def top_k_probabilities(logits: Float[Array, "*R V"], k: int) -> tuple[Float[Array, "*R K"], Int[Array, "*R K"]]:
+    """Probabilities (softmax) and indices of the k largest logits: `top_k` of the softmax with fewer passes over a vocabulary.
+
+    For k = 1 whoever looks at the index alone pays for one argmax.
+    """
+    best, where = top_k(logits, k)
+    top = best[..., :1]
+    return jnp.exp(best - top) / jnp.exp(logits - top).sum(-1, keepdims=True), where
+
+
 def select_candidates(
     root: Int[Array, " B"],
     scores: Float[Array, "B C"],

@@ -19,6 +19,7 @@ from pallas_kernels import device
 
 Entries = tuple[Int[Array, "B A"], Int[Array, "B A"]]
 MOST_POOLS = 256  # of one kernel, whose arguments are limited to 4 KB
+FEW_ROWS = 64  # of a sequence, that one program of a kernel writes
 
 
 def kv_write(
@@ -37,6 +38,62 @@ def kv_write(
     return (
         k_pages.at[page, slot].set(k.astype(k_pages.dtype), mode="drop"),
         v_pages.at[page, slot].set(v.astype(v_pages.dtype), mode="drop"),
+    )
+
+
+def kv_write_layers(
+    pools: Sequence[Float[Array, "P S K D"]],
+    target: Entries,
+    entries: Float[Array, "B T n K D"],
+    *,
+    kernel: bool | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "P S K D"], ...]:
+    """`kv_write` on several pools of one shape at once, entries[:, :, i] going to the i-th.
+
+    Args:
+      pools: at most `MOST_POOLS` // 2.
+      target: (page, slot) of each entry; a page outside the pool drops its entry.
+      entries: what is written, cast to the pools' type.
+      kernel: one Triton kernel instead of a scatter a pool; None: for few rows, on CUDA GPUs from Ampere on.
+      interpret: run that kernel on a CPU.
+    """
+    if kernel is None:
+        kernel = (device.capability() or 0) >= 8.0 and entries.shape[1] <= FEW_ROWS
+    if not kernel:
+        return tuple(p.at[target].set(entries[:, :, i].astype(p.dtype), mode="drop") for i, p in enumerate(pools))
+    P, _, K, D = pools[0].shape
+    B, T = target[0].shape
+
+    def write(page_ref, slot_ref, entries_ref, *refs):
+        layer, head, b = (pl.program_id(i) for i in range(3))
+        row, channel = jnp.arange(max(2, pl.next_power_of_2(T))), jnp.arange(pl.next_power_of_2(D))[None]
+        at = b, jnp.minimum(row, T - 1)
+        page, slot = (plt.load(ref.at[at], mask=row < T, other=P) for ref in (page_ref, slot_ref))
+        wanted = ((row < T) & (page >= 0) & (page < P))[:, None] & (channel < D)
+        page = jnp.where((page >= 0) & (page < P), page, P)  # interpreted stores must drop these, not collide
+        value = plt.load(entries_ref.at[b, jnp.minimum(row, T - 1)[:, None], layer, head, channel], mask=wanted, other=0)
+        for i, after in enumerate(refs[len(pools) :]):
+
+            @pl.when(layer == i)
+            def _(after=after):
+                place = (page[:, None], slot[:, None], head, channel)
+                plt.store(after.at[place], value.astype(after.dtype), mask=wanted)
+
+    inputs = (*target, entries, *pools)
+    whole = [pl.BlockSpec(x.shape, lambda *_, n=x.ndim: (0,) * n) for x in inputs]
+    return tuple(
+        pl.pallas_call(
+            write,
+            grid=(len(pools), K, B),
+            in_specs=whole,
+            out_specs=whole[3:],
+            out_shape=[jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools],
+            input_output_aliases={3 + i: i for i in range(len(pools))},
+            compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+            interpret=interpret,
+            name="kv_write_layers",
+        )(*inputs)
     )
 
 

@@ -61,6 +61,12 @@ def choose_backend(q: Array, k_pages: Array, v_pages: Array, num_slots: int, cap
     return "reference"
 
 
+def groups_queries(q: Array, k_pages: Array, v_pages: Array, page_table: Array) -> bool:
+    """Whether the back end that `tree_attention` takes for these shapes regroups its queries by kv head."""
+    num_slots = page_table.shape[1] * k_pages.shape[1]
+    return choose_backend(q, k_pages, v_pages, num_slots, device.capability()) == "mosaic"
+
+
 def tree_attention(
     q: Float[Array, "B T H Dk"],
     k_pages: Float[Array, "P S K Dk"],

@@ -16,6 +16,7 @@ from jaxspec.tree import (
     root_only,
     select_candidates,
     top_k,
+    top_k_probabilities,
     unpack_bits,
 )
 
@@ -234,3 +235,12 @@ def test_nan_scores_give_a_sound_tree():
 def test_shapes_are_checked_in_tests():
     with pytest.raises(TypeError):
         chain(jnp.zeros((2, 3, 4), jnp.int32))
+
+
+@pytest.mark.parametrize(("size", "k"), [(50, 3), (5000, 3), (5000, 1)])
+def test_top_k_probabilities_are_those_of_the_softmax(size, k):
+    logits = 3 * jax.random.normal(jax.random.key(size), (2, 3, size))
+    probs, where = top_k_probabilities(logits, k)
+    best, expected = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), k)
+    np.testing.assert_array_equal(where, expected)
+    np.testing.assert_allclose(probs, best, rtol=1e-5)

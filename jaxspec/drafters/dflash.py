@@ -19,10 +19,10 @@ from jaxspec.drafters import dflash_heads, dflash_model
 from jaxspec.drafters.base import Drafter, Proposal, RoundContext
 from jaxspec.drafters.dflash_config import DFlashConfig, check_target
 from jaxspec.drafters.sampled_chain import draw
-from jaxspec.kvcache import LayerKV, find_slots, init_layers, write
-from jaxspec.models.attend import paged_attend
+from jaxspec.kvcache import LayerKV, find_slots, init_layers, write_layers
+from jaxspec.models.attend import PagedAttend
 from jaxspec.sampling import DRAFT, tagged
-from jaxspec.tree import DraftTree, chain, grow, pack_bits, top_k
+from jaxspec.tree import DraftTree, chain, grow, pack_bits, top_k, top_k_probabilities
 
 
 class DFlashState(NamedTuple):
@@ -101,12 +101,10 @@ class DFlashDrafter(Drafter):
             order = jnp.arange(features.shape[1])
             positions = ctx.cache.length[:, None] + order
             context = dflash_model.project(params, self.draft, features)
-            entries = dflash_model.context_entries(params, self.draft, context, positions)
+            heads = dflash_model.context_heads(params, self.draft, context, positions)
             page_size = state.layers[0].k.shape[1]
             slots = find_slots(ctx.cache.page_table, page_size, positions, order < count[:, None])
-            return DFlashState(
-                tuple(write(layer, slots, k, v) for layer, (k, v) in zip(state.layers, entries, strict=True))
-            )  # fmt: skip
+            return DFlashState(write_layers(state.layers, slots, heads))
 
     def visible(self, window: int | None, causal: bool, batch: int) -> UInt32[Array, "B T words"] | None:
         """Which slots of a block each one sees: those before it, or all, in a sliding layer all within the window."""
@@ -127,7 +125,7 @@ class DFlashDrafter(Drafter):
         slots = find_slots(ctx.cache.page_table, layers[0].k.shape[1], positions, jnp.ones((batch, size), bool))
         windows = [w if self.window is None else min(self.window, w or self.window) for w in c.windows]
         attends = [
-            paged_attend(
+            PagedAttend(
                 ctx.cache.page_table, base, slots, self.visible(own, causal, batch), positions, positions, self.sink
             )
             for own, causal in zip(c.windows, self.draft.causal, strict=True)
@@ -209,7 +207,7 @@ class DFlashDrafter(Drafter):
 
         def continuations(slot: int, previous: Int[Array, "B K"], state):
             out = dflash_heads.step(params, self.draft, hidden[:, slot], base[:, slot], previous, state)
-            probs, index = top_k(jax.nn.softmax(out.logits, axis=-1), self.topk)
+            probs, index = top_k_probabilities(out.logits, self.topk)
             if out.ids is not None:
                 return probs, jnp.take_along_axis(out.ids, index, -1), out.state
             return probs, self.to_target_ids(params, index), out.state
@@ -331,4 +329,4 @@ def build(target, draft, spec: SpecConfig) -> tuple[DFlashDrafter, dict]:
         sampled=spec.verification != "target_only",
         min_survival=spec.min_draft_survival,
     )
-    return drafter, draft.tree
+    return drafter, dflash_model.with_context_product(draft.tree, draft.config)

@@ -95,26 +95,45 @@ def key_value_kernel(qkv: dict, config: ModelConfig) -> dict:
     return jax.tree.map(columns, qkv)
 
 
+def with_context_product(params: dict, config: DFlashConfig) -> dict:
+    """The parameters with the key and value columns of all layers side by side in one kernel, ``context``, for a product
+    that reads them where they lie: a tenth more memory, and no copy of columns in every round.
+    """
+    layers = [params["layers"][str(i)]["attention"] for i in range(config.layers.num_layers)]
+    columns = [key_value_kernel(layer["qkv"], config.layers) for layer in layers]
+    context = jax.tree.map(lambda *parts: jnp.concatenate(parts, -1), *columns)
+    if config.layers.qk_norm:
+        context["k_norm"] = {"scale": jnp.stack([layer["k_norm"]["scale"] for layer in layers])[:, None]}
+    return {**params, "context": context}
+
+
 def context_entries(
     params: dict, config: DFlashConfig, context: Float[Array, "B T E"], positions: Int[Array, "B T"]
 ) -> list[tuple[Array, Array]]:
-    """Keys and values [B, T, K, D] of context tokens, one pair for each layer.
+    """Keys and values [B, T, K, D] of context tokens, one pair for each layer; arguments as for `context_heads`."""
+    heads = context_heads(params, config, context, positions)
+    return [(heads[:, :, i, 0], heads[:, :, i, 1]) for i in range(config.layers.num_layers)]
+
+
+def context_heads(
+    params: dict, config: DFlashConfig, context: Float[Array, "B T E"], positions: Int[Array, "B T"]
+) -> Float[Array, "B T layers 2 K D"]:
+    """Keys and values of context tokens in every layer.
 
     Args:
-      params, config: the draft.
+      params, config: the draft; `with_context_product` is applied if it has not been.
       context: from `project`.
       positions: positions of the tokens, those of their features.
     """
     c = config.layers
-    angles, entries = decoder.layer_angles(c, positions), []
-    for i in range(c.num_layers):
-        attention = params["layers"][str(i)]["attention"]
-        pair = dense(context, key_value_kernel(attention["qkv"], c))
-        k, v = jnp.moveaxis(pair.reshape(*pair.shape[:2], c.num_kv_heads, 2, c.head_dim), 3, 0)
-        if c.qk_norm:
-            k = rms_norm(k, attention["k_norm"], c.norm_eps)
-        entries.append((apply_rope(k, angles[i]), v))
-    return entries
+    params = params if "context" in params else with_context_product(params, config)
+    shape = (*context.shape[:2], c.num_layers, c.num_kv_heads, 2, c.head_dim)
+    k, v = jnp.moveaxis(dense(context, params["context"]).reshape(shape), 4, 0)
+    if c.qk_norm:
+        k = rms_norm(k, params["context"]["k_norm"], c.norm_eps)
+    angles = decoder.layer_angles(c, positions)
+    k = jnp.stack([apply_rope(k[:, :, i], angles[i]) for i in range(c.num_layers)], 2)
+    return jnp.stack([k, v], 3)
 
 
 def embed(params: dict, config: DFlashConfig, target: dict, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -22,8 +21,8 @@ from jaxspec.drafters.sampled_chain import sampled_chain
 from jaxspec.drafters.static_tree import StaticTree, grow_static
 from jaxspec.drafters.token_map import apply_token_map
 from jaxspec.kvcache import LayerKV, find_slots, init_layers
-from jaxspec.models.attend import paged_attend
-from jaxspec.tree import DraftTree, grow, pack_bits, top_k
+from jaxspec.models.attend import PagedAttend
+from jaxspec.tree import DraftTree, grow, pack_bits, top_k_probabilities
 
 
 class EagleState(NamedTuple):
@@ -138,7 +137,7 @@ class EagleDrafter(Drafter):
             inflight_positions = jnp.where(valid, positions, -1)
         index = base[:, None] + inflight_positions.shape[1] - T + jnp.arange(T)
         slots = find_slots(ctx.cache.page_table, layers[0].k.shape[1], index, valid)
-        attend = paged_attend(ctx.cache.page_table, base, slots, visible, positions, inflight_positions, self.sink)
+        attend = PagedAttend(ctx.cache.page_table, base, slots, visible, positions, inflight_positions, self.sink)
         embedding = eagle_model.embed(params, self.draft, ctx.params, tokens)
         return eagle_model.step(params, self.draft, embedding, hidden, positions, attend, layers, self.window)
 
@@ -148,7 +147,7 @@ class EagleDrafter(Drafter):
 
     def best(self, params, ctx: RoundContext, hidden: Float[Array, "*R E"], k: int) -> tuple[Array, Array]:
         """The k most probable continuations as target ids (temperature 1, as SGLang drafts)."""
-        probs, ids = top_k(jax.nn.softmax(self.logits(params, ctx, hidden), axis=-1), k)
+        probs, ids = top_k_probabilities(self.logits(params, ctx, hidden), k)
         return probs, eagle_model.to_target_ids(params, self.draft, ids)
 
     def propose(self, params, state: EagleState, ctx: RoundContext) -> Proposal:

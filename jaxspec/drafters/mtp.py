@@ -4,15 +4,17 @@ Pair p = (target feature at position p, token at p + 1) stands at position p, as
 positions 0 … L-1 when the target's does and the bonus token x_L is known. There are two ways to draft:
 
 * One layer, used for every step (DeepSeek-V3, MiMo, Qwen3-Next): step i > 1 is fed the state of the step before at position
-  L + i - 2. Chains and EAGLE-2 trees. A checkpoint with several layers is used so too when a tree, more steps than layers
-  or a sampled chain (rejection sampling) is asked for: then layer 0 serves every step.
+  L + i - 2. Chains and EAGLE-2 trees. A checkpoint with several layers is used so too when a tree or a sampled chain
+  (rejection sampling) is asked for: then layer 0 serves every step.
 * Several layers, one per step (DeepSeek-V3, section 2.2; SGLang's multi-layer EAGLE): layer s reads (state of layer s - 1 at
-  position p, token at p + 1 + s), so num_steps drafts come out of the catch-up pass itself and the round has no further
-  draft forward. Chains with num_steps up to the number of layers, num_draft_tokens = num_steps + 1.
+  position p, token at p + 1 + s), so as many drafts as there are layers come out of the catch-up pass itself and the round
+  has no further draft forward. Chains; with fewer steps than layers the first ones serve. With more, the layers serve in
+  turn (step s is layer s modulo their number, as in vLLM): what they drafted is fed to them once more like committed pairs,
+  the states of the steps in place of the target's features, and stays in the caches until the next catch-up pass.
 
 In the second way the last rows of layer s > 0 are computed with drafted tokens. They are computed again, with the true
-tokens, together with the next chunk or round: the state remembers the features of the last num_steps - 1 positions. So a
-prompt chunk needs one token of look-ahead here too, not one for each layer.
+tokens, together with the next chunk or round: the state remembers the features of the last positions, one fewer than there
+are layers in use. So a prompt chunk needs one token of look-ahead here too, not one for each layer.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from jaxspec.drafters.base import Drafter, Proposal, RoundContext
 from jaxspec.drafters.mtp_config import MtpConfig
 from jaxspec.drafters.sampled_chain import sampled_chain
 from jaxspec.kvcache import LayerKV, find_slots, init_layers
-from jaxspec.models.attend import paged_attend
+from jaxspec.models.attend import PagedAttend
 from jaxspec.tree import DraftTree, chain, grow, pack_bits, top_k
 
 
@@ -39,15 +41,15 @@ class MtpState(NamedTuple):
 
     Attributes:
       layers: one pool per layer in use.
-      hidden: the state that the next step is fed, at the last committed pair (one layer for every step).
-      drafts: the next chain (one layer per step; else empty).
+      hidden: of each layer in use, the state that the next step is fed, at the last committed pair.
+      drafts: the tokens that they draft (one layer per step; else empty).
       memory: features of the last R committed positions, newest last (one layer per step; else R = 0).
       remembered: how many of them are real: a row that joined behind a shared prefix has none of its own yet.
     """
 
     layers: tuple[LayerKV, ...]
-    hidden: Float[Array, "B E"]
-    drafts: Int[Array, "B S"]
+    hidden: Float[Array, "B J E"]
+    drafts: Int[Array, "B J"]
     memory: Float[Array, "B R E"]
     remembered: Int[Array, " B"]
 
@@ -59,7 +61,7 @@ class MtpDrafter(Drafter):
     Attributes:
       draft: the MTP layers.
       num_steps, topk, num_draft_tokens: SGLang's parameters, resolved.
-      layer_per_step: whether step s uses layer s (see the module's docstring).
+      layer_per_step: whether the layers serve the steps in turn (see the module's docstring).
       window, sink: how far back the layers attend, and how many leading positions they see regardless; None for all.
       sampled: draw chains from the draft's distribution and keep it, for rejection sampling and block verification.
     """
@@ -98,11 +100,11 @@ class MtpDrafter(Drafter):
         """Empty pools; their type is the cache's, that of the hidden state the layers' own."""
         del max_len
         c, dtype_of_state = self.draft.layers, mtp_model.compute_dtype(params)
-        used = self.num_steps if self.layer_per_step else 1
+        used = min(self.num_steps, self.draft.num_layers) if self.layer_per_step else 1
         pools = init_layers(used, num_pages, page_size, c.num_kv_heads, c.key_head_dim, c.value_head_dim, dtype)
         return MtpState(
             layers=pools,
-            hidden=jnp.zeros((batch, c.hidden_size), dtype_of_state),
+            hidden=jnp.zeros((batch, used, c.hidden_size), dtype_of_state),
             drafts=jnp.zeros((batch, used if self.layer_per_step else 0), jnp.int32),
             memory=jnp.zeros((batch, used - 1, c.hidden_size), dtype_of_state),
             remembered=jnp.zeros(batch, jnp.int32),
@@ -148,11 +150,12 @@ class MtpDrafter(Drafter):
         features = jnp.concatenate([state.memory, features.astype(state.memory.dtype)], 1)
         features = jnp.take_along_axis(features, source[..., None], 1)
 
-        hidden, layers, drafts = features, [], []
+        hidden, layers, finals, drafts = features, [], [], []
         for i, pool in enumerate(state.layers):
             out = self.run(params, ctx, i, ids, hidden, pool, base, positions, valid)
             layers.append(out.cache)
             final = jnp.take_along_axis(self.recycled(out), jnp.maximum(last, 0)[..., None], 1)[:, 0]
+            finals.append(final)
             if self.layer_per_step:
                 draft = self.best(params, ctx, i, final, 1)[1]
                 drafts.append(draft)
@@ -162,7 +165,7 @@ class MtpDrafter(Drafter):
         newest = jnp.clip(last - R + 1 + jnp.arange(R), 0)
         return MtpState(
             layers=tuple(layers),
-            hidden=jnp.where(fed[:, None], final, state.hidden),
+            hidden=jnp.where(fed[:, None, None], jnp.stack(finals, 1), state.hidden),
             drafts=jnp.where(fed[:, None], jnp.concatenate(drafts, 1), state.drafts) if drafts else state.drafts,
             memory=jnp.where(fed[:, None, None], jnp.take_along_axis(features, newest[..., None], 1), state.memory),
             remembered=jnp.where(fed, jnp.minimum(last[:, 0] + 1, R), state.remembered),
@@ -188,7 +191,7 @@ class MtpDrafter(Drafter):
         T, table = tokens.shape[1], ctx.cache.page_table
         index = base[:, None] + inflight_positions.shape[1] - T + jnp.arange(T)
         slots = find_slots(table, pool.k.shape[1], index, valid)
-        attend = paged_attend(table, base, slots, visible, positions, inflight_positions, self.sink)
+        attend = PagedAttend(table, base, slots, visible, positions, inflight_positions, self.sink)
         embedding = mtp_model.embed(params, self.draft, ctx.params, ctx.config, tokens, positions)
         return mtp_model.step(params, self.draft, layer, embedding, hidden, positions, attend, pool, self.window)
 
@@ -205,13 +208,28 @@ class MtpDrafter(Drafter):
         return top_k(jax.nn.softmax(self.logits(params, ctx, layer, hidden), axis=-1), k)
 
     def propose(self, params, state: MtpState, ctx: RoundContext) -> Proposal:
-        """The chain that the catch-up pass drafted, or what layer 0 drafts now, whose entries `update` overwrites."""
+        """The chain that the catch-up pass drafted, or what is drafted now, whose entries `update` overwrites."""
         if self.layer_per_step:
-            tree = chain(jnp.concatenate([ctx.bonus[:, None], state.drafts[:, : self.num_steps]], 1))
-            return self.proposal(tree, state, ctx)
+            drafts, layers = self.in_turn(params, state, ctx)
+            tree = chain(jnp.concatenate([ctx.bonus[:, None], drafts[:, : self.num_steps]], 1))
+            return self.proposal(tree, state._replace(layers=layers), ctx)
         grow_tree = self.grow_sampled if self.sampled and ctx.sampling.any_sampled else self.grow
         tree, pool = grow_tree(params, state, ctx)
         return self.proposal(tree, state._replace(layers=(pool,)), ctx)
+
+    def in_turn(self, params, state: MtpState, ctx: RoundContext) -> tuple[Int[Array, "B n"], tuple[LayerKV, ...]]:
+        """At least num_steps drafts: those of the catch-up pass, then those of the layers fed with what they drafted."""
+        batch, used = state.drafts.shape
+        row, count = jnp.arange(batch)[:, None], jnp.full(batch, used)
+        drafts = [state.drafts]
+        while len(drafts) * used < self.num_steps:
+            state = self.feed(params, state, ctx, state.drafts, state.hidden, count)
+            following = ctx.cache.length[:, None] + 1 + jnp.arange(used)
+            tokens = ctx.tokens.at[row, following].set(drafts[-1], mode="drop")
+            length = ctx.cache.length + used
+            ctx = dataclasses.replace(ctx, tokens=tokens, cache=dataclasses.replace(ctx.cache, length=length))
+            drafts.append(state.drafts)
+        return jnp.concatenate(drafts, 1), state.layers
 
     def level(self, params, ctx: RoundContext, level: int, tokens, parent, visible, aux: tuple) -> tuple[Array, tuple]:
         """Runs one level's beams with layer 0: each is fed its parent's state and sees the entries `visible`."""
@@ -231,9 +249,9 @@ class MtpDrafter(Drafter):
             hidden, aux = self.level(params, ctx, level, tokens, parent, visible, aux)
             return *self.best(params, ctx, 0, hidden, self.topk), aux
 
-        probs, ids = self.best(params, ctx, 0, state.hidden, self.topk)
+        probs, ids = self.best(params, ctx, 0, state.hidden[:, 0], self.topk)
         tree, (pool, _) = grow(
-            ctx.bonus, probs, ids, expand, (state.layers[0], state.hidden[:, None]),
+            ctx.bonus, probs, ids, expand, (state.layers[0], state.hidden),
             num_steps=self.num_steps, topk=self.topk, num_draft_tokens=self.num_draft_tokens,
         )  # fmt: skip
         return tree, pool
@@ -249,20 +267,20 @@ class MtpDrafter(Drafter):
             return self.logits(params, ctx, 0, hidden[:, 0]), aux
 
         tree, (pool, _) = sampled_chain(
-            ctx.bonus, self.logits(params, ctx, 0, state.hidden), extend, (state.layers[0], state.hidden[:, None]), ctx.keys,
+            ctx.bonus, self.logits(params, ctx, 0, state.hidden[:, 0]), extend, (state.layers[0], state.hidden), ctx.keys,
             ctx.sampling, num_steps=self.num_steps, vocab_size=ctx.config.vocab_size,
         )  # fmt: skip
         return tree, pool
 
 
 def resolve(spec: SpecConfig, config: ModelConfig) -> SpecConfig:
-    """num_steps/topk/num_draft_tokens 3/1/4 unless all are given; with several MTP layers one step for each of them.
+    """num_steps/topk/num_draft_tokens 3/1/4 unless all are given, however many MTP layers there are.
 
     Raises:
       ConfigError: see `jaxspec.config.resolve_tree`; or a verifier that checks chains only is given a tree.
     """
-    layers = config.num_mtp_layers
-    resolved = resolve_tree(spec, (layers, 1, layers + 1) if layers > 1 else (3, 1, 4), "NEXTN")
+    del config
+    resolved = resolve_tree(spec, (3, 1, 4), "NEXTN")
     if resolved.verification != "target_only" and resolved.topk != 1:
         which = "use_block_verification" if spec.use_block_verification else "use_rejection_sampling"
         raise ConfigError(f"{which} checks chains only: topk={resolved.topk} must be 1")
@@ -295,7 +313,7 @@ def build(target, draft, spec: SpecConfig) -> tuple[MtpDrafter, dict]:
         num_steps=spec.num_steps,
         topk=spec.topk,
         num_draft_tokens=spec.num_draft_tokens,
-        layer_per_step=spec.topk == 1 and 1 < layers.num_layers >= spec.num_steps and not sampled,
+        layer_per_step=spec.topk == 1 and layers.num_layers > 1 and not sampled,
         window=spec.draft_window_size,
         sink=spec.draft_sink_size,
         sampled=sampled,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -15,7 +14,7 @@ from jaxspec.drafters.base import Drafter, Proposal, RoundContext
 from jaxspec.kvcache import LayerKV, init_layers
 from jaxspec.models import decoder
 from jaxspec.models.paged import paged_forward
-from jaxspec.tree import grow, top_k
+from jaxspec.tree import grow, top_k_probabilities
 
 
 class StandaloneState(NamedTuple):
@@ -92,7 +91,7 @@ class StandaloneDrafter(Drafter):
 
     def best(self, params, hidden: Float[Array, "*R E"]) -> tuple[Array, Array]:
         """The k most probable continuations (temperature 1, as SGLang drafts)."""
-        return top_k(jax.nn.softmax(decoder.unembed(params, self.draft, hidden), axis=-1), self.topk)
+        return top_k_probabilities(decoder.unembed(params, self.draft, hidden), self.topk)
 
     def propose(self, params, state: StandaloneState, ctx: RoundContext) -> Proposal:
         """Grows the tree; the beams' KV lies behind the bonus token and is overwritten by `update`."""

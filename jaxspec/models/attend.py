@@ -2,37 +2,62 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxspec.kvcache import LayerKV, Slots, write
 from jaxspec.models.decoder import Attend
-from pallas_kernels import tree_attention
+from pallas_kernels import groups_queries, rope_write, tree_attention
 
 
-def paged_attend(
-    page_table: Int[Array, "B N"],
-    length: Int[Array, " B"],
-    slots: Slots,
-    visible: UInt32[Array, "B T W"] | None,
-    positions: Int[Array, "B T"],
-    inflight_positions: Int[Array, "B M"],
-    sink: int = 0,
-) -> Attend:
+@dataclasses.dataclass(frozen=True)
+class PagedAttend:
     """Writes the rows' keys and values at `slots`, then runs `pallas_kernels.tree_attention` (its arguments)."""
 
-    def attend(layer: LayerKV, q, k, v, *, scale, window, softcap):
-        with jax.named_scope("kv_write"):
-            layer = write(layer, slots, k, v)
-        with jax.named_scope("tree_attention"):
-            out = tree_attention(
-                q, layer.k, layer.v, page_table, length, visible, positions, inflight_positions,
-                scale=scale, window=window, sink=sink, softcap=softcap,
-            )  # fmt: skip
-        return out, layer
+    page_table: Int[Array, "B N"]
+    length: Int[Array, " B"]
+    slots: Slots
+    visible: UInt32[Array, "B T W"] | None
+    positions: Int[Array, "B T"]
+    inflight_positions: Int[Array, "B M"]
+    sink: int = 0
 
-    return attend
+    def __call__(self, layer: LayerKV, q, k, v, **options) -> tuple[Array, LayerKV]:
+        """An `Attend`."""
+        with jax.named_scope("kv_write"):
+            layer = write(layer, self.slots, k, v)
+        return self.attention(layer, q, **options), layer
+
+    def attention(self, layer: LayerKV, q: Float[Array, "B T H D"], *, scale, window, softcap) -> Float[Array, "B T H D"]:
+        """Attention alone."""
+        with jax.named_scope("tree_attention"):
+            return tree_attention(
+                q, layer.k, layer.v, self.page_table, self.length, self.visible, self.positions, self.inflight_positions,
+                scale=scale, window=window, sink=self.sink, softcap=softcap,
+            )  # fmt: skip
+
+    def fused(self, layer: LayerKV, heads: Float[Array, "B T K G_plus_2 D"], angles, **options) -> tuple[Array, LayerKV] | None:
+        """The same with the rotary embedding, from a projection before it, in one kernel less; None where that is not served.
+
+        Args:
+          layer: the layer's pools.
+          heads: per kv head its queries, the key, the value.
+          angles: from `layers.rope_angles`.
+          **options: of `attention`.
+        """
+        if not (rope_write.available() and rope_write.serves(heads, angles[0], *layer)):
+            return None
+        B, T, K, width, D = heads.shape
+        queries = jax.ShapeDtypeStruct((B, T, K * (width - 2), D), heads.dtype)
+        with jax.named_scope("kv_write"):
+            q, *pools = rope_write.rope_write(
+                heads, *angles, *layer, *self.slots, by_head=groups_queries(queries, *layer, self.page_table)
+            )
+        layer = LayerKV(*pools)
+        return self.attention(layer, q, **options), layer
 
 
 def causal_attend(positions: Int[Array, "B T"]) -> Attend:

@@ -17,10 +17,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.deepseek import latent_attention, latent_attention_shapes
-from jaxspec.models.layers import apply_rope, dense, gated_mlp, rms_norm, rope_angles, split_gate, split_qkv
+from jaxspec.models.layers import apply_rope, dense, gated_mlp, rms_norm, rope_angles, split_gate, split_heads, split_qkv
 from jaxspec.models.moe import mixture_of_experts, moe_shapes
 
 # attend(layer_cache, q [B,T,H,Dk], k [B,T,K,Dk], v [B,T,K,Dv], *, scale, window, softcap) -> (out [B,T,H,Dv], layer_cache)
+# It may have a method `fused` that takes queries, keys and values before the rotary embedding (`attend.PagedAttend`).
 Attend = Callable[..., tuple[Array, Any]]
 
 FINAL_NORM = -1
@@ -136,12 +137,17 @@ def attention_block(
     projected = dense(x, params["qkv"])
     if config.attention_gate:
         projected, gate = split_gate(projected, config)
-    q, k, v = split_qkv(projected, config)
-    if config.qk_norm:
-        q = rms_norm(q, params["q_norm"], config.norm_eps, config.norm_plus_one)
-        k = rms_norm(k, params["k_norm"], config.norm_eps, config.norm_plus_one)
-    q, k = apply_rope(q, angles), apply_rope(k, angles)
-    out, cache = attend(cache, q, k, v, scale=config.attention_scale, window=window, softcap=config.attention_softcap)
+    options = {"scale": config.attention_scale, "window": window, "softcap": config.attention_softcap}
+    done = None
+    if hasattr(attend, "fused") and not config.qk_norm:
+        done = attend.fused(cache, split_heads(projected, config), angles, **options)
+    if done is None:
+        q, k, v = split_qkv(projected, config)
+        if config.qk_norm:
+            q = rms_norm(q, params["q_norm"], config.norm_eps, config.norm_plus_one)
+            k = rms_norm(k, params["k_norm"], config.norm_eps, config.norm_plus_one)
+        done = attend(cache, apply_rope(q, angles), apply_rope(k, angles), v, **options)
+    out, cache = done
     out = out.reshape(*x.shape[:2], -1)
     if config.attention_gate:
         out = out * jax.nn.sigmoid(gate)

@@ -121,10 +121,14 @@ def split_gate(x: Float[Array, "B T O"], config: ModelConfig) -> tuple[Array, Ar
     return x[..., : G + 2, :].reshape(B, T, -1), x[..., G + 2 :, :].reshape(B, T, -1)
 
 
+def split_heads(x: Float[Array, "B T O"], config: ModelConfig) -> Float[Array, "B T K G_plus_2 D"]:
+    """A fused projection by kv head: [its G query heads, key, value], laid out so that it shards over kv heads."""
+    K = config.num_kv_heads
+    return x.reshape(*x.shape[:2], K, config.num_heads // K + 2, config.head_dim)
+
+
 def split_qkv(x: Float[Array, "B T O"], config: ModelConfig) -> tuple[Array, Array, Array]:
-    """Splits a fused projection, laid out per kv head as [its G query heads, key, value] so that it shards over kv heads."""
-    B, T, _ = x.shape
-    K, D = config.num_kv_heads, config.head_dim
-    G = config.num_heads // K
-    x = x.reshape(B, T, K, G + 2, D)
-    return x[..., :G, :].reshape(B, T, K * G, D), x[..., G, :], x[..., G + 1, :]
+    """Queries [B,T,H,D], keys and values [B,T,K,D] of a fused projection."""
+    heads = split_heads(x, config)
+    G = heads.shape[3] - 2
+    return heads[..., :G, :].reshape(*x.shape[:2], -1, config.head_dim), heads[..., G, :], heads[..., G + 1, :]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kv_commit import kv_compact, kv_compact_layers, kv_write
+from pallas_kernels.kv_commit import kv_compact, kv_compact_layers, kv_write, kv_write_layers
 
 
 def pools(rng, P=9, S=4, K=2, Dk=8, Dv=4):
@@ -66,3 +66,19 @@ def test_donated_pool_is_changed_in_place():
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes == 2 * size
         assert memory.temp_size_in_bytes < size // 10
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_write_to_several_pools_touches_its_slots_only(kernel):
+    rng = np.random.default_rng(2)
+    before = [jnp.asarray(rng.standard_normal((9, 4, 2, 24)), jnp.bfloat16) for _ in range(4)]
+    page, slot = jnp.array([[3, 3, 7], [1, 0, 99]]), jnp.array([[2, 3, 0], [1, 0, 0]])
+    entries = jnp.asarray(rng.standard_normal((2, 3, 4, 2, 24)), jnp.float32)
+    after = kv_write_layers(before, (page, slot), entries, kernel=kernel, interpret=True)
+    for i in range(4):
+        want = np.array(before[i])
+        for b in range(2):
+            for t in range(3):
+                if page[b, t] < want.shape[0]:
+                    want[page[b, t], slot[b, t]] = np.asarray(entries[b, t, i].astype(jnp.bfloat16))
+        np.testing.assert_array_equal(np.asarray(after[i]), want)

@@ -1,0 +1,77 @@
+"""What the forward over a paged cache does on a GPU: a single row beside one that does not exist, fused rope and write."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.config import ModelConfig
+from jaxspec.kvcache import init_layers
+from jaxspec.models import attend, decoder, paged
+from jaxspec.tree import pack_bits
+from pallas_kernels import device, rope_write, tree_attention
+
+CONFIG = ModelConfig(
+    family="llama", vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=48,
+    max_positions=64,
+)  # fmt: skip
+
+
+def run(batch=1, T=1, **options):
+    """The outputs for T rows behind seven committed ones (and behind scratch entries, where `options` name some)."""
+    params = decoder.init_params(CONFIG, jax.random.key(0))
+    layers = init_layers(2, 23, 4, 2, 32, 32, jnp.float32)
+    table = jnp.arange(1, 1 + 11 * batch).reshape(batch, 11)
+    at = jnp.broadcast_to(jnp.arange(7), (batch, 7))
+    base = jnp.zeros(batch, jnp.int32)
+    x = decoder.embed(params, CONFIG, jax.random.randint(jax.random.key(1), (batch, 7), 0, 64))
+    layers = paged.paged_forward(params, CONFIG, x, layers, table, base, at, jnp.ones((batch, 7), bool)).layers
+    x = decoder.embed(params, CONFIG, jnp.full((batch, T), 5))
+    positions = jnp.broadcast_to(7 + jnp.arange(T), (batch, T))
+    valid = jnp.ones((batch, T), bool).at[0, 2:].set(False)
+    return paged.paged_forward(params, CONFIG, x, layers, table, base + 7, positions, valid, taps=(0, 2), **options)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """What a GPU would run, as far as a CPU can: its choices, with the interpreted kernel. Counts the calls of that."""
+    calls = []
+
+    def switch():
+        kernel = rope_write.rope_write
+        monkeypatch.setattr(device, "capability", lambda: 9.0)
+        monkeypatch.setattr(attend, "tree_attention", lambda *a, **o: tree_attention(*a, backend="reference", **o))
+        monkeypatch.setattr(rope_write, "rope_write", lambda *a, **o: calls.append(o) or kernel(*a, interpret=True, **o))
+        return calls
+
+    return switch
+
+
+@pytest.mark.parametrize("visible", [False, True])
+def test_a_row_beside_nothing_is_the_row_alone(on_a_gpu, visible):
+    options = {}
+    if visible:  # behind 31 entries that do not exist: one more needs a second word
+        entries = jnp.full((1, 32), -1).at[0, -1].set(7)
+        options = {"inflight_positions": entries, "visible": pack_bits(jnp.arange(32)[None, None] == 31)}
+    alone = run(**options)
+    on_a_gpu()
+    beside = run(**options)
+    for found, wanted in zip(jax.tree.leaves(beside), jax.tree.leaves(alone), strict=True):
+        assert found.shape == wanted.shape
+    np.testing.assert_allclose(beside.hidden, alone.hidden, atol=2e-6)
+    np.testing.assert_allclose(beside.features, alone.features, atol=2e-6)
+    for found, wanted in zip(beside.layers, alone.layers, strict=True):  # page 0 is scratch
+        np.testing.assert_allclose(found.k[1:], wanted.k[1:], atol=2e-6)
+        np.testing.assert_allclose(found.v[1:], wanted.v[1:], atol=2e-6)
+
+
+def test_rope_and_write_in_one_kernel_change_nothing(on_a_gpu):
+    apart = run(batch=2, T=3)
+    calls = on_a_gpu()
+    together = run(batch=2, T=3)
+    assert len(calls) == 4  # two layers, prompt and rows
+    kept = np.array([[True, True, False], [True] * 3])
+    np.testing.assert_allclose(together.hidden[kept], apart.hidden[kept], atol=2e-6)
+    for found, wanted in zip(together.layers, apart.layers, strict=True):
+        np.testing.assert_allclose(found.k[1:], wanted.k[1:], atol=2e-6)
+        np.testing.assert_allclose(found.v[1:], wanted.v[1:], atol=2e-6)
