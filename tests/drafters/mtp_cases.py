@@ -54,12 +54,12 @@ def gated_target() -> ModelParams:
 
 @cache
 def target(name: str) -> ModelParams:
-    """Targets by name: two of the golden cases with their own layers, random ones, and one with three MTP layers."""
+    """Targets by name: two of the golden cases with their own layers, random ones, and some with two or three MTP layers."""
     if name in ("mtp_mimo", "mtp_deepseek_v3"):
         return load(FIXTURES / name, dtype=jnp.float32)
     if name == "gated":
         return with_mtp(gated_target(), mtp_config(gated_target().config, "qwen3_next", 1))
-    config = mtp_config(dense_target().config, "mimo", 1 if name == "raw" else 3)
+    config = mtp_config(dense_target().config, "mimo", {"raw": 1, "two layers": 2}.get(name, 3))
     if name == "raw":
         config = dataclasses.replace(config, recycle_normed=False, feature_tap=dense_target().config.num_layers)
     if name == "three layers, no chain":
@@ -67,7 +67,7 @@ def target(name: str) -> ModelParams:
     return with_mtp(dense_target(), config)
 
 
-TARGETS = ("mtp_mimo", "mtp_deepseek_v3", "gated", "raw", "three layers", "three layers, no chain")
+TARGETS = ("mtp_mimo", "mtp_deepseek_v3", "gated", "raw", "two layers", "three layers", "three layers, no chain")
 
 
 def prompts(vocab: int, lengths=(9, 1, 14, 5), seed: int = 3) -> list[list[int]]:

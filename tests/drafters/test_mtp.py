@@ -1,25 +1,27 @@
-"""The MTP drafter: several layers in a chain, what it remembers, what it refuses."""
+"""The MTP drafter: an oracle, several layers in a chain, what it remembers, parameters, compilation, what it refuses."""
 
 import dataclasses
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import ModelParams, SpecConfig
+from jaxspec import ModelParams, SpecConfig, generate, generation
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.drafters import mtp, mtp_model, registry
 from jaxspec.drafters.base import RoundContext
 from jaxspec.drafters.mtp import MtpDrafter
 from jaxspec.drafters.mtp_config import MtpConfig, mtp_config
-from jaxspec.kvcache import PagedKVCache
+from jaxspec.kvcache import LayerKV, PagedKVCache
 from jaxspec.loading import DraftParams
 from jaxspec.models import decoder
 from jaxspec.models.attend import causal_attend
+from jaxspec.round import run_rounds
 from jaxspec.sampling import SamplingParams, row_keys, sampling_state
-from tests.drafters.mtp_cases import dense_target, target
+from tests.drafters.mtp_cases import dense_target, prompts, target
 
 PAGE_SIZE, PAGES = 4, 9
 
@@ -35,7 +37,7 @@ def context(params: ModelParams, tokens, length: int) -> RoundContext:
     return RoundContext(
         params=params.tree,
         cache=PagedKVCache((), jnp.asarray(pages, jnp.int32), jnp.full(2, length, jnp.int32)),
-        tokens=tokens,
+        tokens=jnp.pad(tokens, ((0, 0), (0, 8))),
         bonus=tokens[:, length],
         keys=row_keys([0, 1]),
         sampling=sampling_state([SamplingParams()] * 2, params.config.vocab_size, [[]] * 2, [True] * 2),
@@ -81,31 +83,136 @@ def feed_in_pieces(drafter, tree, params, tokens, features, pieces):
 
 
 @partial(jax.jit, static_argnames="drafter")
+def propose(drafter, tree, state, ctx):
+    return drafter.propose(tree, state, ctx)
+
+
+@partial(jax.jit, static_argnames="drafter")
 def dense_drafts(drafter, tree, params, tokens, features) -> jax.Array:
-    """The chain of several layers without any cache: layer s over all pairs (state of layer s - 1, token at p + 1 + s)."""
-    length = tokens.shape[1] - 1
+    """The chain of several layers without any cache: layer s over all pairs (state of layer s - 1, token at p + 1 + s).
+
+    Where more steps are asked for than there are layers, their states and drafts are taken for features and tokens.
+    """
+    length, used = tokens.shape[1] - 1, min(drafter.num_steps, drafter.draft.num_layers)
     positions = jnp.broadcast_to(jnp.arange(length), (2, length))
-    ids, hidden, drafts = tokens[:, 1:], features[:, :length], []
-    for layer in range(drafter.num_steps):
+    ids, hidden, drafts, states = tokens[:, 1:], features[:, :length], [], []
+    for layer in range(used):
         embedding = mtp_model.embed(tree, drafter.draft, params.tree, params.config, ids, positions)
         out = mtp_model.step(tree, drafter.draft, layer, embedding, hidden, positions, causal_attend(positions), None)
         logits = mtp_model.logits(tree, drafter.draft, layer, params.tree, params.config, out.normed[:, -1])
         drafts.append(jnp.argmax(logits, -1))
         ids = jnp.concatenate([ids[:, 1:], drafts[-1][:, None]], 1)
+        states.append(out.normed[:, -1])
         hidden = out.normed if drafter.draft.chain_states else features[:, :length]
-    return jnp.stack(drafts, 1)
+    drafts = jnp.stack(drafts, 1)
+    if used == drafter.num_steps:
+        return drafts
+    further = dataclasses.replace(drafter, num_steps=drafter.num_steps - used)
+    longer = jnp.concatenate([tokens, drafts], 1), jnp.concatenate([features[:, :length], jnp.stack(states, 1)], 1)
+    return jnp.concatenate([drafts, dense_drafts(further, tree, params, *longer)], 1)
 
 
-@pytest.mark.parametrize("name", ["three layers", "three layers, no chain"])
-def test_a_layer_per_step_drafts_what_the_dense_layers_say(name):
+class OracleDrafter(MtpDrafter):
+    """Knows the target's answers (parameter "answers" [B, max_len]): layer s guesses right if fed the true pair there.
+
+    A pair of layer s is (state at position p, token at p + 1 + s). Whatever feeds it a wrong pair, position or row of the
+    batch makes it guess wrong.
+    """
+
+    def run(self, params, ctx, layer, tokens, hidden, pool, base, positions, valid, *entries):
+        del base, entries
+        pair = jnp.take_along_axis(params["answers"], jnp.minimum(positions + 1 + layer, params["answers"].shape[1] - 1), 1)
+        found = jnp.where((pair == tokens) & valid, positions, 0)
+        found = jnp.broadcast_to(found[..., None].astype(hidden.dtype), hidden.shape)
+        return mtp_model.Step(found, found, pool)
+
+    def logits(self, params, ctx, layer, hidden):
+        position = hidden[..., 0].astype(jnp.int32).reshape(hidden.shape[0], -1)
+        index = jnp.minimum(position + 2 + layer, params["answers"].shape[1] - 1)
+        token = jnp.take_along_axis(params["answers"], index, 1)
+        return 9.0 * jax.nn.one_hot(token.reshape(hidden.shape[:-1]), ctx.config.vocab_size)
+
+
+def session_for(params, ids, **options) -> generation.Session:
+    defaults = {**generate.__kwdefaults__, "max_new_tokens": 24, "ignore_eos": True}
+    return generation.prepare(params, ids, {**defaults, **options})[0]
+
+
+@pytest.mark.parametrize(
+    "name, tree",
+    [
+        ("raw", (3, 1, 4)),
+        ("raw", (3, 3, 10)),
+        ("three layers", (3, 1, 4)),
+        ("three layers", (2, 1, 3)),
+        ("two layers", (5, 1, 6)),
+    ],
+)
+def test_an_oracle_draft_is_always_accepted(name, tree):
+    """One layer for every step, in a chain and in a tree; a layer for each step; fewer steps than layers, and more."""
+    params, (steps, topk, nodes) = target(name), tree
+    ids, new = prompts(24), 1 + 6 * (steps + 1)
+    answers = generate(params, ids, algorithm="none", max_new_tokens=new, ignore_eos=True)
+    session = session_for(params, ids, max_new_tokens=new, prefill_chunk=4, spec=SpecConfig(steps, topk, nodes))
+    table = np.zeros((len(ids), session.state.tokens.shape[1]), np.int32)
+    for row, prompt, answer in zip(table, ids, answers, strict=True):
+        row[: len(prompt) + new] = prompt + answer.tokens
+    fields = {f.name: getattr(session.program.drafter, f.name) for f in dataclasses.fields(MtpDrafter)}
+    session.program = dataclasses.replace(session.program, drafter=OracleDrafter(**fields))
+    session.draft_tree = session.draft_tree | {"answers": jnp.asarray(table)}
+    session.prefill()
+    session.run()
+    for answer, expected in zip(generation.read_answers(session, ()), answers, strict=True):
+        assert answer.tokens == expected.tokens
+        assert np.bincount(answer.round_of).tolist() == [1] + [steps + 1] * 6
+        assert answer.from_draft.sum() == 6 * steps
+
+
+@pytest.mark.parametrize("name, tree", [("raw", (3, 3, 8)), ("three layers", (3, 1, 4)), ("two layers", (3, 1, 4))])
+def test_caches_are_updated_in_place(name, tree):
+    """The loop's output aliases the caches of target and layers, and its temporaries are smaller than one layer's pool."""
     params = target(name)
-    drafter, tree = drafter_of(params)
+    session = session_for(params, prompts(24)[:2], spec=SpecConfig(*tree), max_new_tokens=200, page_size=64)
+
+    def widen(x):
+        return jax.tree.map(lambda pool: jnp.zeros((4096, *pool.shape[1:]), pool.dtype), x) if isinstance(x, LayerKV) else x
+
+    state = jax.tree.map(widen, session.state, is_leaf=lambda x: isinstance(x, LayerKV))
+    args = (params.tree, session.draft_tree, state, jnp.int32(9))
+    memory = run_rounds.lower(*args, program=session.program).compile().memory_analysis()
+    pools = [*state.cache.layers, *state.draft.layers]
+    assert len(state.draft.layers) == {"raw": 1, "two layers": 2, "three layers": 3}[name]
+    sizes = [pool.size * pool.dtype.itemsize for layer in pools for pool in layer]
+    assert memory.alias_size_in_bytes >= sum(sizes)
+    assert memory.temp_size_in_bytes < min(sizes)
+
+
+@pytest.mark.parametrize("name", ["raw", "two layers"])
+def test_one_program_for_each_batch_and_tree(name, monkeypatch):
+    counted = jax.jit(chex.assert_max_traces(run_rounds.__wrapped__, n=1), static_argnames="program", donate_argnames="state")
+    chex.clear_trace_counter()
+    monkeypatch.setattr(generation, "run_rounds", counted)
+    params, options = target(name), dict(spec=SpecConfig(3, 1, 4), max_new_tokens=6, prefill_chunk=8)
+    for seed in range(3):
+        generate(params, prompts(24, (3, 7), seed=seed), **options)
+    with pytest.raises(AssertionError, match="traced"):
+        generate(params, prompts(24)[:1], **options)
+
+
+@pytest.mark.parametrize(
+    "name, steps",
+    [("three layers", 3), ("three layers, no chain", 3), ("three layers", 2), ("three layers", 7), ("two layers", 3)],
+)
+def test_a_layer_per_step_drafts_what_the_dense_layers_say(name, steps):
+    """Fewer steps than layers use the first ones, more steps the same ones again."""
+    params = target(name)
+    drafter, tree = drafter_of(params, num_steps=steps, topk=1)
     assert drafter.layer_per_step
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, 24, (2, 14)), jnp.int32)
     features = features_of(params, tokens)
-    for pieces in ([13], [1, 1, 11], [5, 1, 1, 4, 2]):
+    for pieces in [[13], [1, 1, 11], [5, 1, 1, 4, 2]][: 3 if steps == 3 else 1]:
         state = feed_in_pieces(drafter, tree, params, tokens, features, pieces)
-        got = drafter.propose(tree, state, context(params, tokens, 13)).tree
+        got = propose(drafter, tree, state, context(params, tokens, 13)).tree
         np.testing.assert_array_equal(got.tokens[:, 1:], dense_drafts(drafter, tree, params, tokens, features), str(pieces))
         np.testing.assert_array_equal(got.tokens[:, 0], tokens[:, 13])
 
@@ -161,7 +268,8 @@ def test_auto_finds_the_targets_own_layers():
         ("raw", {}, (3, 1, 4), False),
         ("three layers", {}, (3, 1, 4), True),
         ("three layers", {"num_steps": 2, "topk": 1}, (2, 1, 3), True),
-        ("three layers", {"num_steps": 4, "topk": 1}, (4, 1, 5), False),
+        ("three layers", {"num_steps": 4, "topk": 1}, (4, 1, 5), True),
+        ("two layers", {}, (3, 1, 4), True),
         ("three layers", {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}, (2, 2, 5), False),
         ("three layers", {"use_rejection_sampling": True}, (3, 1, 4), False),
     ],
@@ -171,10 +279,6 @@ def test_which_layers_serve_which_step(name, given, tree, layer_per_step):
     assert (drafter.num_steps, drafter.topk, drafter.num_draft_tokens) == tree
     assert drafter.layer_per_step == layer_per_step
     assert drafter.max_accept == tree[0] + 1
-
-
-def test_a_checkpoint_with_two_layers_drafts_two_steps():
-    assert mtp.resolve(SpecConfig(), dataclasses.replace(dense_target().config, num_mtp_layers=2)).num_steps == 2
 
 
 def test_the_pre_norm_tap_reaches_the_drafter():

@@ -47,6 +47,7 @@ PAIRS = [
     ("gated", "tree", 16, 1, None),
     ("raw", "chain", 1, 1, 4),
     ("three layers", "chain", 1, 4, 4),
+    ("two layers", "chain", 16, 1, 4),
     ("three layers", "tree", 16, 4, 4),
     ("three layers, no chain", "chain", 16, 4, None),
 ]
