@@ -13,7 +13,6 @@ prompts, plain and speculative by turns in the same process. Rows that the JSON 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -31,6 +30,7 @@ from jaxspec.benchmarking.decode import read_prompts
 from jaxspec.benchmarking.suites import write_json
 from jaxspec.config import ConfigError
 from jaxspec.prompts import encode_prompts
+from jaxspec.training import card
 from jaxspec.training import data as training_data
 
 SETS = ("mt_bench", "gsm8k", "humaneval")
@@ -72,13 +72,7 @@ def parser() -> argparse.ArgumentParser:
 def head_id(draft) -> str:
     """A digest of a head's files; empty for what has none."""
     folder = Path(getattr(draft, "source", "") or "absent")
-    if not folder.is_dir():
-        return ""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted((folder / "params").rglob("*")):
-        if file.is_file():
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
+    return card.digest(folder) if folder.is_dir() else ""
 
 
 def device_name() -> str:

@@ -149,12 +149,11 @@ def answer(session: Session) -> list[GenerationResult]:
     return [result_of(session, i, found, 0.0) for i, found in enumerate(read_answers(session, ()))]
 
 
-def warm(params: ModelParams, row: Row, requests: Sequence[Request], settings: Settings) -> float:
-    """Compiles what a batch needs and runs one round; returns the seconds spent on compiling."""
+def warm(params: ModelParams, row: Row, requests: Sequence[Request], settings: Settings) -> None:
+    """Compiles what a batch needs and runs one round."""
     session = open_session(params, row, requests, settings)
     session.prefill()
     session.run(1)
-    return session.compile_seconds
 
 
 def requests_of(sets: Sequence[PromptSet], temperatures: Sequence[float], count: int) -> list[Request]:
@@ -262,21 +261,23 @@ class Group:
         for temperature in self.settings.temperatures if self.timed else ():
             one = [next(r for r in self.timed if r.temperature == temperature)]
             jobs += [(row, one) for row in (*plain, *self.rows)]
-        failed: dict[Row, Exception] = {}
-        spent = 0.0
+        left, failed = [], {}
         with concurrent.futures.ThreadPoolExecutor(self.settings.threads) as pool:
-            running = {pool.submit(warm, self.params, row, batch, self.settings): row for row, batch in jobs}
-            for job in concurrent.futures.as_completed(running):
-                if job.exception() is None:
-                    spent += job.result()
-                else:
-                    failed[running[job]] = job.exception()
+            running = {pool.submit(warm, self.params, *job, self.settings): job for job in jobs}
+            for done in concurrent.futures.as_completed(running):
+                if done.exception() is not None:
+                    left.append(running[done])
+        for row, batch in left:  # once more, by itself: several compilers at once may have run out of memory
+            try:
+                warm(self.params, row, batch, self.settings)
+            except Exception as error:  # the other rows go on
+                failed[row] = error
         for row, error in failed.items():
             if row in plain:
                 raise error
             self.log(f"{row.name}: {type(error).__name__}: {str(error)[:600]}")
         took = time.perf_counter() - begun
-        self.log(f"{len(jobs)} pairs of programs compiled in {took:.0f} s (one after another: {spent:.0f} s)")
+        self.log(f"{len(jobs)} pairs of programs compiled in {took:.0f} s")
         return [row for row in self.rows if row not in failed]
 
     def measure(self) -> dict[tuple[Row, str, float], dict[str, Any]]:
