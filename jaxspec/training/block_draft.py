@@ -33,6 +33,9 @@ OPTIONS = {
 }
 """Options of both heads."""
 
+CAUTION = 0.3
+"""First logits, beside those of the target's final norm: a layer that reads blocks it does not know is sure of nothing."""
+
 
 class Rows(NamedTuple):
     """One entry for every draft of every block, R = B · A · D.
@@ -121,7 +124,7 @@ class BlockDraftObjective(Objective):
             params["layers"][str(i)] = self.layer(keys[i], target_tree, int(source), i)
         width = self.target.hidden_size
         params["fc"]["kernel"] = jnp.zeros_like(params["fc"]["kernel"]).at[-width:].set(jnp.eye(width))
-        params["final_norm"]["scale"] = initial.norm_scale(self.target, target_tree["final_norm"])
+        params["final_norm"]["scale"] = CAUTION * initial.norm_scale(self.target, target_tree["final_norm"])
         if config.markov is not None:
             params["markov"]["out"]["kernel"] *= 0  # no correction yet
         if config.confidence is not None:
