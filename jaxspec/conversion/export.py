@@ -21,6 +21,7 @@ from jaxspec.conversion.dflash_export import export_dflash
 from jaxspec.conversion.eagle_export import export_eagle
 from jaxspec.conversion.errors import ConversionError
 from jaxspec.conversion.mapping import FLOAT32_LEAVES, Rule, cast, expected_shapes, flatten, is_float, unbuild
+from jaxspec.conversion.mtp_alone import export_alone
 from jaxspec.conversion.readers import SAFETENSORS_DTYPES, TensorSource
 from jaxspec.conversion.tokenizer import TokenizerFiles
 from jaxspec.drafters.dflash_config import DFlashConfig
@@ -205,10 +206,17 @@ def uno_export(config: UnoConfig) -> Export:
     return Export(tuple(peft.rules_of(config)), peft.config_keys(config), "adapter_model", peft.CONFIG_FILE)
 
 
+def mtp_export(config: MtpConfig) -> Export:
+    """MTP layers in a folder of their own; those that came with a target go into its files (`COMPANIONS`)."""
+    rules, keys = export_alone(config, common_keys(config.layers))
+    return Export(tuple(rules), keys)
+
+
 EXPORTERS: dict[type, Callable[[Any], Export]] = {
     ModelConfig: model_export,
     EagleConfig: eagle_export,
     DFlashConfig: dflash_export,
+    MtpConfig: mtp_export,
     UnoConfig: uno_export,
 }
 """Class of configuration → its published format."""

@@ -262,6 +262,14 @@ def has_hybrid_mtp(folder: Path) -> bool:
     return file.exists() and hf_config.read_json(file).get("model_type") == "qwen3_next"
 
 
+def check_sizes(folder: Path, layers: ModelConfig, target: ModelConfig) -> None:
+    """Raises ConversionError unless MTP layers have a target's width and vocabulary."""
+    for name in ("hidden_size", "vocab_size"):
+        ours, theirs = getattr(layers, name), getattr(target, name)
+        if ours != theirs:
+            raise ConversionError(f"{folder}: its MTP layer belongs to another model: {name} is {ours}, the target's {theirs}")
+
+
 def open_hybrid_mtp(folder: Path, target: ModelConfig) -> tuple[MtpConfig, TensorSource, list[Rule], list[Ignored]]:
     """The MTP layer of a Qwen3-Next checkpoint as a draft for `target`.
 
@@ -269,10 +277,7 @@ def open_hybrid_mtp(folder: Path, target: ModelConfig) -> tuple[MtpConfig, Tenso
       ConversionError: there is none, or it belongs to another model.
     """
     layers, tensors = qwen3_next(hf_config.read_json(folder / "config.json")), open_tensors(folder)
-    for name in ("hidden_size", "vocab_size"):
-        ours, theirs = getattr(layers, name), getattr(target, name)
-        if ours != theirs:
-            raise ConversionError(f"{folder}: its MTP layer belongs to another model: {name} is {ours}, the target's {theirs}")
+    check_sizes(folder, layers, target)
     config = find_mtp(layers, tensors)
     if config is None:
         raise ConversionError(f"{folder} holds no MTP layer: expected tensors that begin with mtp.")

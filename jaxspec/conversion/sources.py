@@ -14,7 +14,20 @@ from typing import Any
 import numpy as np
 
 from jaxspec.config import ModelConfig
-from jaxspec.conversion import deepseek, dflash, eagle, gguf, gguf_reader, gguf_tokenizer, hf, hf_config, mtp, peft, store
+from jaxspec.conversion import (
+    deepseek,
+    dflash,
+    eagle,
+    gguf,
+    gguf_reader,
+    gguf_tokenizer,
+    hf,
+    hf_config,
+    mtp,
+    mtp_alone,
+    peft,
+    store,
+)  # fmt: skip
 from jaxspec.conversion.errors import ConversionError, MissingFileError
 from jaxspec.conversion.mapping import COPY, Ignored, Rule, build, check, flatten, table
 from jaxspec.conversion.readers import TensorSource, open_tensors
@@ -159,6 +172,12 @@ def open_hybrid_mtp(folder: Path, target: ModelConfig | None = None) -> Checkpoi
     return Checkpoint(folder, "MTP layer", Part(config, shapes_of(config), tuple(rules)), tensors, tuple(ignored))
 
 
+def open_mtp(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
+    """MTP layers in a folder of their own."""
+    config, tensors, rules, ignored = mtp_alone.open_alone(folder, target)
+    return Checkpoint(folder, "MTP draft", Part(config, shapes_of(config), tuple(rules)), tensors, tuple(ignored))
+
+
 def open_eagle(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
     """An EAGLE draft head in any published layout."""
     config, tensors, rules, ignored = eagle.open_eagle(folder, target)
@@ -203,6 +222,7 @@ def shapes_of(config: Any) -> Mapping:
 
 RECOGNISERS: list[Recogniser] = [
     Recogniser("converted folder", lambda p: p.is_dir() and store.is_converted(p), open_converted),
+    Recogniser("MTP draft", lambda p: p.is_dir() and mtp_alone.is_alone(p), open_mtp),
     Recogniser("Qwen3-Next folder", lambda p: p.is_dir() and mtp.has_hybrid_mtp(p), open_hybrid_mtp),
     Recogniser("PEFT adapter", peft.matches, open_peft),
     Recogniser("block draft", dflash.matches, open_dflash),
