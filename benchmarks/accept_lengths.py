@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--repeats", type=int, default=1, help="timings of a prompt; the median counts")
     p.add_argument("--new-tokens", type=int, default=256)
     p.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    p.add_argument("--timed-temperature", type=float, nargs="+", help="temperatures whose speed is measured (default: all)")
     p.add_argument("--batch", type=int, default=32, help="answers at once for accept lengths")
     p.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on an accelerator")
     p.add_argument("--group", type=int, default=4, help="rows that share compilation and the timings of plain decoding")
@@ -114,13 +115,17 @@ def measure(args) -> None:
     begun = time.perf_counter()
     params = load(args)
     sets = prompt_sets(args, params)
+    timed = args.temperature if args.timed_temperature is None else args.timed_temperature
+    if set(timed) - set(args.temperature):
+        raise ConfigError(f"--timed-temperature {timed} must be among --temperature {args.temperature}")
     settings = accept.Settings(
-        tuple(args.temperature),
-        args.new_tokens,
-        args.batch,
-        args.timed_prompts,
-        args.repeats,
-        args.prompts,
+        temperatures=tuple(args.temperature),
+        timed_temperatures=tuple(timed),
+        new_tokens=args.new_tokens,
+        batch=args.batch,
+        timed=args.timed_prompts,
+        repeats=args.repeats,
+        prompts=args.prompts,
         threads=args.threads,
     ).fitted(sets)
     stored = accept_report.read(args.json) if args.json else []
@@ -143,7 +148,8 @@ def measure(args) -> None:
     done = {accept_report.key(r) for r in stored}
     rows = []
     for row in chosen_rows(args, params):
-        wanted = {accept_report.key(described(row, s.name, t)) for s in sets for t in settings.temperatures}
+        having = settings.temperatures if args.prompts else settings.timed_temperatures
+        wanted = {accept_report.key(described(row, s.name, t)) for s in sets for t in having}
         if wanted <= done:
             print(f"{row.name}: there already")
         else:

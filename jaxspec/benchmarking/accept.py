@@ -87,6 +87,7 @@ class Settings:
 
     Attributes:
       temperatures: each with its own figures.
+      timed_temperatures: those of them whose speed is measured.
       new_tokens: most tokens of an answer.
       batch: requests at once for accept lengths.
       timed: prompts of each set for speed; 0 measures no speed.
@@ -98,6 +99,7 @@ class Settings:
     """
 
     temperatures: tuple[float, ...] = (0.0, 1.0)
+    timed_temperatures: tuple[float, ...] = (0.0, 1.0)
     new_tokens: int = 256
     batch: int = 32
     timed: int = 8
@@ -251,14 +253,14 @@ class Group:
         s = self.settings
         self.requests = requests_of(self.sets, s.temperatures, s.prompts)
         self.batches = batched(self.requests, s.batch, s.temperatures) if self.requests else []
-        self.timed = requests_of(self.sets, s.temperatures, s.timed)
+        self.timed = requests_of(self.sets, s.timed_temperatures, s.timed)
 
     def compile(self) -> list[Row]:
         """Compiles all programs, several at once; rows that fail are named and left out."""
         begun = time.perf_counter()
         plain = [Row(PLAIN)] if self.timed and Row(PLAIN) not in self.rows else []
         jobs = [(row, self.batches[0]) for row in self.rows if self.batches]
-        for temperature in self.settings.temperatures if self.timed else ():
+        for temperature in self.settings.timed_temperatures if self.timed else ():
             one = [next(r for r in self.timed if r.temperature == temperature)]
             jobs += [(row, one) for row in (*plain, *self.rows)]
         left, failed = [], {}
@@ -297,7 +299,7 @@ class Group:
             self.time(request, rows, tallies)
         if self.timed:
             self.log(f"{len(self.timed)} prompts timed with {len(rows)} rows in {time.perf_counter() - begun:.0f} s")
-        return {key: tally.to_json() for key, tally in tallies.items()}
+        return {key: tally.to_json() for key, tally in tallies.items() if tally.answers or tally.timed}
 
     def time(self, request: Request, rows: Sequence[Row], tallies: dict) -> None:
         """One prompt by all rows and by plain decoding, in turns."""

@@ -62,7 +62,7 @@ def with_drafts(**drafts) -> jaxspec.ModelParams:
 
 SAME = Row("same", 3, 1, 4)
 SETS = [PromptSet("a", ((3, 4, 5), (7, 8))), PromptSet("b", ((9,), (10, 11, 12, 13)))]
-SETTINGS = Settings(new_tokens=12, batch=4, timed=1, repeats=2, prompts=2, threads=2).fitted(SETS)
+SETTINGS = Settings(timed_temperatures=(0.0,), new_tokens=12, batch=4, timed=1, repeats=2, prompts=2, threads=2).fitted(SETS)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,8 @@ def test_figures(figures):
     assert best["algorithm"] == "STANDALONE" and best["resolved"] == [3, 1, 4]
     assert best["same_tokens"] == best["timed_prompts"] == 1 and best["repeats"] == 2
     assert best["timed_accept_length"] == pytest.approx(11 / 3)
-    for row in found.values():
+    assert "speedup" not in found[SAME, "a", 1.0] and found[SAME, "a", 1.0]["prompts"] == 2
+    for row in (found[SAME, s, 0.0] for s in "ab"):
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / row["plain_tokens_per_second"])
         assert row["median_speedup"] > 0 and row["round_ms"] > 0
         json.dumps(row)

@@ -42,9 +42,9 @@ def folder(tmp_path):
 def result(head_id, accept_length):
     return {
         "model": "smollm2-135m", "row": "eagle3 3/1/4", "head": "eagle3", "head_id": head_id, "set": "mt_bench",
-        "temperature": 0.0, "platform": "cpu", "device": "a CPU", "dtype": "float32", "new_tokens": 256, "asked_prompts": 80, "asked_timed": 8,
-        "prompts": 80, "timed_prompts": 8, "accept_length": accept_length, "tokens_per_pass": accept_length, "speedup": 1.5,
-        "command": "python benchmarks/accept_lengths.py --data D",
+        "temperature": 0.0, "platform": "cpu", "device": "a CPU", "dtype": "float32", "new_tokens": 256, "asked_prompts": 80,
+        "asked_timed": 8, "prompts": 80, "timed_prompts": 8, "accept_length": accept_length, "tokens_per_pass": accept_length,
+        "speedup": 1.5, "command": "python benchmarks/accept_lengths.py --data D",
     }  # fmt: skip
 
 
