@@ -25,7 +25,9 @@ RUNS = {
     "eagle3 3/1/4": ({"num_steps": 3, "topk": 1, "num_draft_tokens": 4}, "eagle3"),
     "eagle3 5/4/8": ({"num_steps": 5, "topk": 4, "num_draft_tokens": 8}, "eagle3"),
     "eagle 5/4/8": ({"num_steps": 5, "topk": 4, "num_draft_tokens": 8}, "eagle"),
+    "standalone 3/1/4": ({"num_steps": 3, "topk": 1, "num_draft_tokens": 4}, "llama-1b"),
     "dflash 16": ({}, "dflash"),
+    "dflash tree 16": ({"topk": 4, "num_draft_tokens": 16}, "dflash"),
     "uno 8/1/8": ({"num_steps": 1, "topk": 1, "num_draft_tokens": 8}, "uno"),
     "self 3/4/16": ({"num_steps": 3, "topk": 4, "num_draft_tokens": 16}, "self"),
 }

@@ -24,6 +24,7 @@ _OP_NAME = re.compile(r"op_name=\"([^\"]*)\"")
 _CALLS = re.compile(r"calls=%?([\w.-]+)")
 _NAMES = re.compile(r"%([\w.-]+)")
 _PRODUCT = re.compile(r" dot\(|custom_call_target=\"__cublas")
+_NUMBER = re.compile(r"[._]\d+$")
 _CONTAINERS = re.compile(r"^(while|call|conditional|async|command_buffer|end: )")
 
 
@@ -167,12 +168,16 @@ def idle_gaps(found: Iterable[Operation]) -> list[float]:
     return sorted(gaps, reverse=True)
 
 
-def largest(found: Iterable[Operation], sources: dict[str, Source], count: int = 12) -> list[tuple[str, str, int, float]]:
-    """The instructions that take most time: (name, scopes, executions, seconds)."""
-    time: Counter[str] = Counter()
-    times: Counter[str] = Counter()
-    for operation in found:
-        time[operation.instruction] += operation.seconds
-        times[operation.instruction] += 1
+def largest(found: Iterable[Operation], sources: dict[str, Source], count: int = 24) -> list[tuple[str, str, int, float]]:
+    """What takes most time: (name, scopes, executions, seconds), instructions of one name and origin together.
+
+    Names end in a number (``gemm_fusion_dot.386``): the same operation of all layers is one line.
+    """
+    time: Counter[tuple[str, str]] = Counter()
+    times: Counter[tuple[str, str]] = Counter()
     unknown = Source("", False)
-    return [(name, sources.get(name, unknown).op_name, times[name], seconds) for name, seconds in time.most_common(count)]
+    for operation in found:
+        key = _NUMBER.sub("", operation.instruction), sources.get(operation.instruction, unknown).op_name
+        time[key] += operation.seconds
+        times[key] += 1
+    return [(*key, times[key], seconds) for key, seconds in time.most_common(count)]

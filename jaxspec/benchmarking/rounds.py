@@ -199,9 +199,9 @@ class Runner:
         self.reset()
         return compiled(run_rounds, *self._arguments(1), graphs=False, program=self.session.program)[0]
 
-    def record(self, rounds: int, **options: Any) -> list[profile.Operation]:
-        """What the device does in `rounds` rounds: `profile.record` around the program alone, without CUDA graphs."""
-        program = self.without_graphs()
+    def record(self, rounds: int, *, graphs: bool = False, **options: Any) -> list[profile.Operation]:
+        """What the device does in `rounds` rounds: `profile.record` around the program alone, without CUDA graphs or with."""
+        program = self.executable if graphs else self.without_graphs()
         self.reset()
         self.launch(jax.block_until_ready(self._arguments(1)), program)
         self.reset()
