@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Int
 
 from jaxspec import runtime
 from jaxspec.config import ConfigError, ModelConfig
@@ -115,14 +114,25 @@ def optimiser(options: TrainOptions) -> optax.GradientTransformation:
     )
 
 
-def view_of(objective: Objective, tree: Any, tokens: Int[Array, "B T"], supervised: Bool[Array, "B T"]) -> View:
-    """Runs the frozen target once over a batch."""
-    config: ModelConfig = objective.target
+@partial(jax.jit, static_argnames=("config", "taps"))
+def read_rows(tree, data, rows, *, config: ModelConfig, taps: tuple[int, ...]) -> View:
+    """Runs the frozen target once over some rows: the view of a head that reads `taps`, or some of them."""
+    tokens, supervised = (x[rows] for x in data)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    x = decoder.embed(tree, config, tokens)
-    out = decoder.decode(tree, config, x, positions, row_attend, (None,) * config.num_layers, objective.taps)
+    with decoder.full_precision(tree):
+        x = decoder.embed(tree, config, tokens)
+        out = decoder.decode(tree, config, x, positions, row_attend, (None,) * config.num_layers, taps)
     features = jnp.zeros((*tokens.shape, 0), out.hidden.dtype) if out.features is None else out.features
-    return jax.lax.stop_gradient(View(tree, tokens, supervised, features, out.hidden))
+    return View(None, tokens, supervised, features, out.hidden)
+
+
+def narrowed(view: View, tree: Any, given: tuple[int, ...], wanted: tuple[int, ...]) -> View:
+    """The view with the target's parameters, and with the wanted ones of the taps that were read."""
+    if given != wanted:
+        parts = jnp.split(view.features, len(given), axis=-1) if given else []
+        parts = [parts[given.index(tap)] for tap in wanted]
+        view = dataclasses.replace(view, features=jnp.concatenate(parts, -1) if parts else view.features[..., :0])
+    return dataclasses.replace(view, tree=tree)
 
 
 def merged(trainable: Any, constants: Any, dtype: Any) -> dict:
@@ -130,21 +140,23 @@ def merged(trainable: Any, constants: Any, dtype: Any) -> dict:
     return merge(cast(trainable, dtype), cast(constants, dtype))
 
 
-@partial(jax.jit, static_argnames=("objective", "options", "dtype"), donate_argnums=0)
-def train_step(state, constants, tree, data, rows, plan, *, objective: Objective, options: TrainOptions, dtype: str):
+@partial(jax.jit, static_argnames=("objective", "options", "dtype", "taps"), donate_argnums=0)
+def train_step(
+    state, constants, tree, view: View, plan, *, objective: Objective, options: TrainOptions, dtype: str, taps: tuple[int, ...]
+):
     """One optimiser step; `state` is (trainable, optimiser's state, key). Gives the new state and the metrics before it.
 
-    `plan` is (number of the step, number of steps, peak of the learning rate): none of them compiles anything anew.
+    `plan` is (number of the step, number of steps, peak of the learning rate): none of them compiles anything anew. `view` is
+    what `read_rows` gave for `taps`.
     """
     step, total, peak = plan
     trainable, moments, key = state
-    tokens, supervised = (x[rows] for x in data)
+    view = narrowed(view, tree, taps, objective.taps)
+
+    def loss_of(trainable):
+        return objective.loss(merged(trainable, constants, dtype), view, jax.random.fold_in(key, step), step)
+
     with decoder.full_precision(tree):
-        view = view_of(objective, tree, tokens, supervised)
-
-        def loss_of(trainable):
-            return objective.loss(merged(trainable, constants, dtype), view, jax.random.fold_in(key, step), step)
-
         (loss, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable)
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(gradients)))
     updates, moments = optimiser(options).update(gradients, moments, trainable)
@@ -161,6 +173,7 @@ def train(
     *,
     folder: Path | None = None,
     storage: str | None = None,
+    taps: tuple[int, ...] = (),
     progress: bool = True,
     log: Callable[[str], None] = lambda text: None,
 ) -> Trained:
@@ -173,6 +186,8 @@ def train(
       options: see there.
       folder: where checkpoints and ``training.jsonl`` are kept while training runs; a run that was interrupted there goes on
         behind its last checkpoint, with the same losses as without the interruption. None: nothing is written.
+      taps: further features that the target's pass gives. Heads that are trained one after another on the same rows compile
+        that pass once when all of them get the taps of all.
       storage: how the head will be stored ("int8"): its accept length is measured as stored, too.
       progress: show a bar on stderr.
       log: receives what happened in words.
@@ -180,13 +195,13 @@ def train(
     Raises:
       ConfigError: too few rows, or `folder` holds checkpoints of a run with other options.
     """
-    return _Run(objective, target, data, options, folder, log).run(progress, storage)
+    return _Run(objective, target, data, options, folder, log, taps).run(progress, storage)
 
 
 class _Run:
     """One call of `train`: what stays the same over its steps."""
 
-    def __init__(self, objective, target, data: Data, options: TrainOptions, folder, log):
+    def __init__(self, objective, target, data: Data, options: TrainOptions, folder, log, taps: tuple[int, ...] = ()):
         self.objective, self.target, self.options, self.folder, self.log = objective, target, options, folder, log
         self.begin = time.perf_counter()
         kept, held_out = data.split(min(options.held_out, max(len(data.tokens) // 4, 1)))
@@ -195,6 +210,7 @@ class _Run:
                 f"batch={options.batch} is more than the {len(kept.tokens)} rows to train on: synthesise more tokens"
             )
         self.rows, self.num_rows, self.length = kept, len(kept.tokens), data.tokens.shape[1]
+        self.taps = tuple(sorted({*taps, *objective.taps})) if taps else objective.taps
         self.dtype = str(jax.tree.leaves(target.tree["embedder"])[0].dtype)
         self.num_held_out = len(held_out.tokens)
         pairs = ((kept.tokens, held_out.tokens), (kept.supervised, held_out.supervised))
@@ -220,15 +236,20 @@ class _Run:
         return self.call(state, constants, rows, number, total)
 
     def call(self, state, constants, rows, number: int, total: int):
-        """`train_step`, compiled at the first call."""
+        """`read_rows` and `train_step`, compiled at the first call."""
+        tree = self.target.tree
+        where = (tree, self.device_data, np.asarray(rows, np.int32))
+        reading, _ = runtime.compiled(read_rows, *where, config=self.objective.target, taps=self.taps)
         plan = (np.int32(number), np.float32(total), np.float32(self.options.learning_rate))
-        arguments = (state, constants, self.target.tree, self.device_data, np.asarray(rows, np.int32), plan)
+        arguments = (state, constants, tree, reading(*where), plan)
         o = self.options
         # what only says how long to run, or how often to write, shall not compile anything anew
         fixed = TrainOptions(
             steps=1, batch=o.batch, weight_decay=o.weight_decay, warmup=o.warmup, clip=o.clip, b1=o.b1, b2=o.b2
         )
-        program, _ = runtime.compiled(train_step, *arguments, objective=self.objective, options=fixed, dtype=self.dtype)
+        program, _ = runtime.compiled(
+            train_step, *arguments, objective=self.objective, options=fixed, dtype=self.dtype, taps=self.taps
+        )
         return program(*arguments)
 
     def calibrate(self, state, constants) -> int:

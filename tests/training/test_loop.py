@@ -13,7 +13,7 @@ from jaxspec import train as command
 from jaxspec.config import ConfigError
 from jaxspec.conversion.errors import ConversionError
 from jaxspec.models.forward import forward
-from jaxspec.training import eagle3, loop, state
+from jaxspec.training import eagle3, heads, loop, state
 from jaxspec.training.loop import TrainOptions, learning_rate_at, train, write_head
 from jaxspec.training.objective import merge
 from jaxspec.training.synthesis import SynthesisOptions, synthesise
@@ -212,3 +212,24 @@ def test_the_command_names_what_is_missing(capsys):
             command.main(arguments)
     err = capsys.readouterr().err
     assert "--out is missing" in err and "--data FILE" in err and "eagle4" in err
+
+
+def test_reading_more_of_the_target_than_a_head_needs_changes_nothing():
+    """Features of another program may differ by rounding; they are the same features."""
+    some = objective(taps=(2, 0))
+    narrow = train(some, tiny.target(), data(), options(steps=2), progress=False)
+    wide = train(some, tiny.target(), data(), options(steps=2), taps=(1, -1), progress=False)
+    np.testing.assert_allclose(wide.losses, narrow.losses, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", heads.MODULES)
+def test_every_head_trains_through_the_command(tmp_path, head):
+    arguments = [
+        head, "--target", TARGET, "--steps", "4", "--out", str(tmp_path / head), "--tokens", "2000", "--length", "48",
+        "--rows", "48", "--batch", "4", "--held-out", "4", "--quantize", "int8", "--quiet",
+    ]  # fmt: skip
+    assert command.main(arguments) == 0
+    draft = jaxspec.load_draft(tmp_path / head, jaxspec.load(TARGET))
+    curve = [json.loads(line) for line in (tmp_path / head / "training.jsonl").read_text().splitlines()]
+    assert curve[-1]["step"] == 4 and np.isfinite(curve[-1]["held_out_loss"]) and draft.tree
