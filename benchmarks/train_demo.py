@@ -27,6 +27,7 @@ from jaxspec.training import data as rows
 from jaxspec.training.data import Data
 from jaxspec.training.heads import MODULES, head_module
 from jaxspec.training.loop import TrainOptions, train, write_head
+from jaxspec.training.objective import Objective
 from jaxspec.training.synthesis import SynthesisOptions, synthesise
 
 RECIPES: dict[str, dict] = {
@@ -97,6 +98,8 @@ def main() -> int:
     say("target loaded")
     data = get_data(args, target)
     say(f"{data.num_tokens:,} tokens in {len(data.tokens)} rows, {data.supervised.mean():.0%} answers")
+    objectives = {name: head_module(name).build(target.config, **RECIPES[name]["options"]) for name in args.heads}
+    taps = tuple(sorted({tap for objective in objectives.values() for tap in objective.taps}))
     failed = 0
     for i, name in enumerate(args.heads):
         left = args.budget - (time.perf_counter() - BEGIN) - 6
@@ -107,17 +110,16 @@ def main() -> int:
             failed = 1
             continue
         try:
-            train_one(args, name, target, data, minutes)
+            train_one(args, name, objectives[name], taps, target, data, minutes)
         except Exception:  # the other heads' turn
             traceback.print_exc()
             failed = 1
     return failed
 
 
-def train_one(args, name: str, target, data: Data, minutes: float) -> None:
+def train_one(args, name: str, objective: Objective, taps: tuple[int, ...], target, data: Data, minutes: float) -> None:
     """One head: trained, measured with eight-bit weights, too, and written."""
     module = head_module(name)
-    objective = module.build(target.config, **RECIPES[name]["options"])
     budget = {"steps": args.steps} if args.steps else {"minutes": minutes - 0.08}
     options = TrainOptions(
         **budget, batch=args.batch, learning_rate=args.lr.get(name, module.LEARNING_RATE),
@@ -125,7 +127,7 @@ def train_one(args, name: str, target, data: Data, minutes: float) -> None:
     )  # fmt: skip
     say(f"{name}: {minutes:.2f} minutes, {options.learning_rate=}")
     log = lambda text: say(f"{name}: {text}")  # noqa: E731
-    trained = train(objective, target, data, options, storage="int8", progress=False, log=log)
+    trained = train(objective, target, data, options, storage="int8", taps=taps, progress=False, log=log)
     for point in trained.curve:
         say(f"{name}: {json.dumps(point)}")
     out = args.out / f"{args.model}-{name}"
