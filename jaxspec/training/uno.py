@@ -3,12 +3,13 @@
 A block begins behind a seed token: its rows hold noise, see the clean text up to the seed and the noise before them, and
 run with the adapter. Row o behind a seed at s stands at position s + 1 + o; its teacher is the target's own prediction
 there, which knows the tokens that the row must do without. The clean rows never run with the adapter, so their keys and
-values are constants, computed once without a gradient.
+values follow from what the frozen target has read.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +24,6 @@ from jaxspec.drafters import uno_model
 from jaxspec.drafters.uno_config import MODULES, PRODUCTS, UnoConfig
 from jaxspec.models import decoder
 from jaxspec.models.layers import rms_norm
-from jaxspec.training.attention import row_attend
 from jaxspec.training.blocks import block_attend, sample_anchors, take
 from jaxspec.training.losses import masked_mean, over_rows_frozen, soft_cross_entropy
 from jaxspec.training.objective import Objective, Option, View
@@ -31,6 +31,8 @@ from jaxspec.training.objective import Objective, Option, View
 LEARNING_RATE = 2e-3
 CURRICULUM = (2, 4, 6, 8, 12, 16)
 """Block sizes, seed included, through which training goes in equal parts of its steps."""
+KEPT = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+"""The backward pass keeps the results of a layer's products with weights and recomputes the rest."""
 
 OPTIONS = {
     "rank": Option(int, 8, "rank of the adapter"),
@@ -71,54 +73,35 @@ def own_columns(config: UnoConfig) -> dict:
     return {"layers": {str(i): layer for i in range(config.target.num_layers)}}
 
 
-def record(attend: decoder.Attend) -> decoder.Attend:
-    """`attend` that hands its keys and values out as the layer's cache."""
-
-    def recording(cache, q, k, v, **options):
-        out, _ = attend(cache, q, k, v, **options)
-        return out, (k, v)
-
-    return recording
+def note(cache, q, k, v, **options):
+    """An `Attend` that only hands the layer's keys and values out."""
+    del cache, options
+    return q, (k, v)
 
 
-def run_layers(
-    config: ModelConfig,
-    layers: list[dict],
-    caches: list[Any],
-    x: Float[Array, "B T E"],
-    positions: Int[Array, "B T"],
-    attend: decoder.Attend,
-) -> tuple[Float[Array, "B T E"], list[Any]]:
-    """All layers of a target; the backward pass keeps the results of their products and recomputes the rest.
+def alike(config: ModelConfig, layers: list[dict]) -> bool:
+    """Whether one program serves all layers: their shapes, windows and rotary angles agree."""
+    return len(set(config.windows)) == 1 and len({jax.tree.structure(layer) for layer in layers}) == 1
+
+
+def over_layers(config: ModelConfig, run, x: Any, entries: list[tuple]) -> tuple[Any, Any]:
+    """(last x, what each layer hands out, stacked) of x, out = run(layer, x, entry) through all layers.
 
     Layers that are all alike become one loop, which compiles many times faster than so many copies.
 
     Args:
       config: the target.
-      layers: parameters of each layer.
-      caches: what `attend` gets in each layer.
+      run: gets the number of the layer, which only says which of the target's settings hold.
       x: what enters the first.
-      positions: for the rotary embedding.
-      attend: see `jaxspec.models.decoder`.
+      entries: one for each layer; its parameters in front.
     """
-    angles = decoder.layer_angles(config, positions)
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-
-    def layer(index: int):
-        def run(x, entry):
-            return decoder.decoder_layer(x, entry[0], config, index, angles[index], attend, entry[1])
-
-        return jax.checkpoint(run, policy=policy)
-
-    entries = list(zip(layers, caches, strict=True))
-    if len(set(config.windows)) == 1 and len({jax.tree.structure(entry) for entry in entries}) == 1:
-        x, out = jax.lax.scan(layer(0), x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *entries))
-        return x, [jax.tree.map(lambda leaf, i=i: leaf[i], out) for i in range(config.num_layers)]
-    out = []
+    if alike(config, [entry[0] for entry in entries]):
+        return jax.lax.scan(partial(run, 0), x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *entries))
+    outs = []
     for i, entry in enumerate(entries):
-        x, cache = layer(i)(x, entry)
-        out.append(cache)
-    return x, out
+        x, out = run(i, x, entry)
+        outs.append(out)
+    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
 
 @dataclass(frozen=True)
@@ -187,9 +170,8 @@ class UnoObjective(Objective):
         labelled = (positions + 1 < T) & take(view.supervised, positions + 1)
         valid = used & every(own, labelled)
 
-        clean, hidden = self.clean_pass(view)
         noise = jax.random.randint(noise_key, (B, A * M), 1, self.noise_below)
-        student = self.noise_pass(params, view, noise, positions, seed + 1, own, clean)
+        student = self.noise_pass(params, view, noise, positions, seed + 1, own, self.clean_entries(view))
 
         def loss_of(hidden, target_hidden):
             logits = decoder.unembed(view.tree, self.target, hidden)
@@ -198,7 +180,7 @@ class UnoObjective(Objective):
             total = tv + self.ce * soft_cross_entropy(logits, target) if self.ce else tv
             return total, (tv, jnp.argmax(logits) == jnp.argmax(target))
 
-        teacher = take(hidden, positions).reshape(B * A * M, -1)
+        teacher = take(view.hidden, positions).reshape(B * A * M, -1)
         out = over_rows_frozen(loss_of, student.reshape(B * A * M, -1), (teacher,))
         loss, (tv, match) = jax.tree.map(lambda x: x.reshape(B, A, M), out)
         whole = every(block[:, None] == block, valid)
@@ -206,6 +188,11 @@ class UnoObjective(Objective):
         accepted = jnp.einsum("BAM,BAMD->D", every(own, match).astype(jnp.float32), depth.astype(jnp.float32))
         accept = accepted / jnp.maximum(jnp.sum(depth, (0, 1, 2)), 1)
         return masked_mean(loss, valid), {"accept": accept, "tv": masked_mean(tv, valid), "block": size.astype(jnp.float32)}
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """What enters every layer: clean keys and values are made of it."""
+        return tuple(range(self.target.num_layers))
 
     @property
     def noise_below(self) -> int:
@@ -216,18 +203,17 @@ class UnoObjective(Objective):
         """A target's layers in order."""
         return [tree["layers"][str(i)] for i in range(self.target.num_layers)]
 
-    def clean_pass(self, view: View) -> tuple[list[tuple[Array, Array]], Float[Array, "B T E"]]:
-        """Keys and values of the text in every layer, and the outputs of the final norm.
-
-        These equal `view.hidden`; a compiler that sees both passes drops the one whose results nobody reads.
-        """
+    def clean_entries(self, view: View) -> tuple[Float[Array, "layers B T K D"], Float[Array, "layers B T K D"]]:
+        """Keys and values of the text in every layer, from what entered the layer; nothing else of it is computed."""
         B, T = view.tokens.shape
-        positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-        x = decoder.embed(view.tree, self.target, view.tokens)
-        attend = record(row_attend)
-        nothing = [None] * self.target.num_layers
-        x, clean = run_layers(self.target, self.layers(view.tree), nothing, x, positions, attend)
-        return clean, self.final_norm(view.tree, x)
+        angles = decoder.layer_angles(self.target, jnp.broadcast_to(jnp.arange(T), (B, T)))
+        inputs = view.features.reshape(B, T, self.target.num_layers, -1)
+
+        def run(index, x, entry):
+            return x, decoder.decoder_layer(entry[1], entry[0], self.target, index, angles[index], note, None)[1]
+
+        entries = [(layer, inputs[:, :, i]) for i, layer in enumerate(self.layers(view.tree))]
+        return over_layers(self.target, run, None, entries)[1]
 
     def noise_pass(
         self,
@@ -237,7 +223,7 @@ class UnoObjective(Objective):
         positions: Int[Array, "B A M"],
         context: Int[Array, "B A M"],
         own: Bool[Array, "M M"],
-        clean: list[tuple[Array, Array]],
+        clean: tuple[Float[Array, "layers B T K D"], Float[Array, "layers B T K D"]],
     ) -> Float[Array, "B R E"]:
         """Outputs of the final norm over the noise rows, R = A · M.
 
@@ -248,19 +234,23 @@ class UnoObjective(Objective):
           positions: their positions.
           context: how many clean tokens each sees.
           own: which rows of its full block's space each sees.
-          clean: from `clean_pass`.
+          clean: from `clean_entries`.
         """
         B, A, M = positions.shape
         x = decoder.embed(view.tree, self.target, noise)
         gate = jnp.ones((B, A * M, 1), bool)
         tree = uno_model.adapted(view.tree, self.adapter(params), jnp.asarray(self.config.scale, x.dtype), gate)
         attend = block_attend(positions, context, jnp.broadcast_to(own, (B, A, M, M)))
-        x, _ = run_layers(self.target, self.layers(tree), clean, x, positions.reshape(B, A * M), attend)
-        return self.final_norm(view.tree, x)
+        angles = decoder.layer_angles(self.target, positions.reshape(B, A * M))
 
-    def final_norm(self, tree: dict, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        """The target's last norm."""
-        return rms_norm(x, tree["final_norm"], self.target.norm_eps, self.target.norm_plus_one)
+        def run(index, x, entry):
+            layer = partial(
+                decoder.decoder_layer, config=self.target, layer=index, angles=angles[index], attend=attend, cache=entry[1:]
+            )  # fmt: skip
+            return jax.checkpoint(lambda x, params: (layer(x, params)[0], None), policy=KEPT)(x, entry[0])
+
+        x, _ = over_layers(self.target, run, x, list(zip(self.layers(tree), *clean, strict=True)))
+        return rms_norm(x, view.tree["final_norm"], self.target.norm_eps, self.target.norm_plus_one)
 
 
 def every(seen: Bool[Array, "M M"], rows: Bool[Array, "B A M"]) -> Bool[Array, "B A M"]:

@@ -8,6 +8,8 @@ import pytest
 from jaxspec import ConfigError, SpecConfig, generate
 from jaxspec.conversion.peft import rules_of
 from jaxspec.drafters import uno_model
+from jaxspec.models import decoder
+from jaxspec.models.attend import causal_attend
 from jaxspec.training import uno
 from jaxspec.training.blocks import sample_anchors
 from tests import tiny
@@ -163,16 +165,21 @@ def test_a_fresh_adapter_changes_nothing():
     dict(norm_plus_one=True, sandwich_norms=True, windows=(5, 5), attention_softcap=5.0, embedding_scale=3.0),
 ])  # fmt: skip
 def test_layers_one_by_one_and_in_a_loop(changes):
-    """The clean pass finds what the decoder finds, in targets whose layers differ as in those whose layers are alike."""
+    """The clean keys and values are those of the decoder, in targets whose layers differ as in those whose layers are alike."""
     model = tiny.target(**changes)
     objective = uno.build(model.config, rank=2, block=4, anchors=3)
     view = random_view(model, objective)
-    clean, hidden = jax.jit(objective.clean_pass)(view)
-    np.testing.assert_allclose(hidden, view.hidden, atol=2e-5)
-    assert [k.shape for k, _ in clean] == [(2, 14, 2, 8)] * 2
-    loss, gradient = jax.jit(jax.value_and_grad(lambda p: objective.loss(p, view, KEY, jnp.int32(0))[0]))(
-        start(model, objective)
-    )
+
+    def record(cache, q, k, v, **options):
+        out, _ = causal_attend(jnp.broadcast_to(jnp.arange(14), (2, 14)))(cache, q, k, v, **options)
+        return out, (k, v)
+
+    x = decoder.embed(model.tree, model.config, view.tokens)
+    expected = decoder.decode(model.tree, model.config, x, jnp.broadcast_to(jnp.arange(14), (2, 14)), record, (None, None))
+    for found, part in zip(jax.jit(objective.clean_entries)(view), zip(*expected.layers, strict=True), strict=True):
+        np.testing.assert_allclose(found, jnp.stack(part), atol=2e-5)
+    both = jax.jit(jax.value_and_grad(lambda p: objective.loss(p, view, KEY, jnp.int32(0))[0]))
+    loss, gradient = both(start(model, objective))
     assert np.isfinite(loss)
     assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(gradient))
 
