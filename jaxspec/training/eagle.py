@@ -112,8 +112,11 @@ class EagleObjective(Objective):
 
 def draft_config(target: ModelConfig) -> EagleConfig:
     """A head of one layer of the target's shape."""
+    layers = initial.plain_layers(
+        target, family="eagle", architecture="", bos_token_id=None, stop_token_ids=(), tie_embeddings=False
+    )
     return EagleConfig(
-        layers=initial.plain_layers(target), fused=False, taps=(FINAL_NORM,), target_hidden_size=target.hidden_size,
+        layers=layers, fused=False, taps=(FINAL_NORM,), target_hidden_size=target.hidden_size,
         draft_vocab_size=target.vocab_size, layout="eagle",
     )  # fmt: skip
 

@@ -80,8 +80,9 @@ class MtpObjective(Objective):
         def row(state, hidden, token):
             with jax.named_scope("head"):
                 ours, theirs = (decoder.unembed(view.tree, target, x) for x in (state, hidden))
-            written = jax.nn.logsumexp(ours) - ours[token]
-            loss = self.soft * soft_cross_entropy(ours, theirs) + (1 - self.soft) * written
+            loss = self.soft * soft_cross_entropy(ours, theirs)
+            if self.soft < 1:
+                loss += (1 - self.soft) * (jax.nn.logsumexp(ours) - ours[token])
             return loss, jnp.argmax(ours) == jnp.argmax(theirs)
 
         total, matches, first = jnp.float32(0), [], None
