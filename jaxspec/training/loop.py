@@ -216,7 +216,9 @@ class _Run:
         pairs = ((kept.tokens, held_out.tokens), (kept.supervised, held_out.supervised))
         self.device_data = tuple(jnp.asarray(np.concatenate(pair)) for pair in pairs)
         # what must agree for a checkpoint to be gone on with
-        asked = dataclasses.asdict(options) | {"stop_after": None, "checkpoint_every": None, "checkpoint_steps": None}
+        asked = dataclasses.asdict(options)
+        for name in ("stop_after", "checkpoint_every", "checkpoint_steps", "evaluate_every", "evaluate_steps"):
+            del asked[name]
         self.identity = json.loads(json.dumps({
             "objective": repr(objective), "options": asked, "rows": self.num_rows, "length": self.length, "dtype": self.dtype,
             "data": data.about,
@@ -226,8 +228,14 @@ class _Run:
         """(state, constants) before the first step."""
         key = jax.random.key(self.options.seed)
         counts = jnp.asarray(self.rows.counts(self.objective.target.vocab_size))
-        trainable, constants = self.objective.init(jax.random.fold_in(key, 0), self.target.tree, counts)
-        trainable = jax.tree.map(lambda x: jnp.array(x, jnp.float32), trainable)  # copies: the target's arrays are not donated
+
+        @jax.jit
+        def made(key, tree, counts):
+            with decoder.full_precision(tree):
+                trainable, constants = self.objective.init(key, tree, counts)
+            return cast(trainable, jnp.float32), constants
+
+        trainable, constants = made(jax.random.fold_in(key, 0), self.target.tree, counts)
         return (trainable, optimiser(self.options).init(trainable), jax.random.fold_in(key, 1)), constants
 
     def step(self, state, constants, number: int, total: int):
