@@ -46,7 +46,9 @@ def unrolled_attend(cache: tuple, q, k, v, *, scale: float, window: int | None, 
       q, k, v: of this pass.
       scale, window, softcap: see `Attend`.
     """
-    passes = (*cache, (k, v))
+    # The gradient of an entry is a sum over all later passes and chunks. Without a barrier XLA makes one kernel of the whole
+    # sum, which takes minutes to compile.
+    passes = (*jax.lax.optimization_barrier(cache), (k, v))
     B, T, H, D = q.shape
     K = k.shape[2]
     grouped = q.reshape(B, T, K, H // K, D)
@@ -58,7 +60,7 @@ def unrolled_attend(cache: tuple, q, k, v, *, scale: float, window: int | None, 
         own = tuple((key[:, start:stop], value[:, start:stop]) for key, value in later)
         outs.append(part(start, stop, grouped[:, start:stop], keys[:, :stop], values[:, :stop], own))
     out = outs[0] if len(outs) == 1 else jnp.concatenate(outs, 1)
-    return out.reshape(B, T, H, v.shape[-1]), passes
+    return out.reshape(B, T, H, v.shape[-1]), (*cache, (k, v))
 
 
 def _attend_chunk(
