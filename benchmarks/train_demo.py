@@ -10,6 +10,7 @@ reported and its time goes to the others.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -31,10 +32,10 @@ from jaxspec.training.objective import Objective
 from jaxspec.training.synthesis import SynthesisOptions, synthesise
 
 RECIPES: dict[str, dict] = {
-    "eagle3": {"options": {"draft_vocab": 4096}, "share": 1.5},
-    "dspark": {"options": {"layers": 1, "taps": 2, "markov_rank": 16}, "share": 1.4},
+    "eagle3": {"options": {"draft_vocab": 4096, "steps_ahead": 5}, "share": 1.5},
+    "dspark": {"options": {"layers": 1, "taps": 2, "markov_rank": 16, "ce": 1.0, "tv": 0.5, "soft": 0.8}, "share": 1.4},
     "dflash": {"options": {"layers": 2, "causal": True}, "share": 1.0},
-    "uno": {"options": {"rank": 8}, "share": 1.4},
+    "uno": {"options": {"rank": 8, "ce": 0.3}, "share": 1.4},
     "eagle": {"options": {}, "share": 1.0},
     "mtp": {"options": {}, "share": 1.0},
     "standalone": {"options": {}, "share": 0.8},
@@ -52,8 +53,8 @@ BEGIN = time.perf_counter()
 def join(parts: list[Data]) -> Data:
     """Several data sets as one."""
     about = dict(parts[0].about) | {"seed": [p.about["seed"] for p in parts]}
-    for key in ("rows_written", "rows_dropped_for_overlap"):
-        about[key] = sum(p.about[key] for p in parts)
+    for key in ("rows_written", "rows_dropped_for_overlap", "rows_dropped_for_repetition"):
+        about[key] = sum(p.about.get(key, 0) for p in parts)
     arrays = [np.concatenate([getattr(p, name) for p in parts]) for name in ("tokens", "supervised", "temperatures")]
     return Data(*arrays, about)
 
@@ -63,6 +64,7 @@ def get_data(args, target) -> Data:
     own = args.data / f"data{args.seed}.npz"
     if not own.exists():
         options = SynthesisOptions(tokens=int(args.tokens), length=args.length, rows=args.rows, seed=args.seed)
+        options = dataclasses.replace(options, least_distinct=args.least_distinct)
         exclude = rows.exclusion_texts(args.exclude, target.tokenizer)
         synthesise(target, options, exclude=exclude, progress=False, log=say).save(own)
     wanted = [args.data / f"data{seed}.npz" for seed in (args.wait or [args.seed])]
@@ -71,7 +73,8 @@ def get_data(args, target) -> Data:
             say(f"{missing} did not come: training on what is there")
             break
         time.sleep(0.5)
-    return join([rows.load(file) for file in wanted if file.exists()])
+    parts = [rows.load(file) for file in wanted if file.exists()]
+    return join([part.take(rows.distinct_share(part.tokens) >= args.least_distinct) for part in parts])
 
 
 def main() -> int:
@@ -87,6 +90,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0, help="of this process's data")
     parser.add_argument("--wait", type=int, nargs="*", help="seeds of all processes that write data")
+    parser.add_argument("--least-distinct", type=float, default=0.6, help="rows that repeat themselves more are dropped")
     parser.add_argument("--exclude", nargs="*", default=[], help="evaluation prompts (JSONL)")
     parser.add_argument("--lr", type=json.loads, default={}, help='learning rates that differ, JSON: {"eagle3": 0.002}')
     parser.add_argument("--steps", type=int, help="steps of every head in place of time, for trials")

@@ -47,6 +47,7 @@ def parser(head: str | None) -> argparse.ArgumentParser:
         "longest_user",
         "longest_answer",
         "opener_share",
+        "least_distinct",
     ):
         default = getattr(defaults, name)
         many = isinstance(default, tuple)

@@ -148,6 +148,14 @@ def overlapping(tokens: np.ndarray, texts: Iterable[Sequence[int]], size: int = 
     return np.isin(window_hashes(tokens, size), known).any(-1)
 
 
+def distinct_share(tokens: np.ndarray, size: int = 8) -> np.ndarray:
+    """How much of each row is not a repetition: different windows of `size` tokens / windows, float [rows]."""
+    hashes = np.sort(window_hashes(tokens, size), axis=-1)
+    if hashes.shape[-1] == 0:
+        return np.ones(len(tokens))
+    return (1 + (hashes[:, 1:] != hashes[:, :-1]).sum(-1)) / hashes.shape[-1]
+
+
 def exclusion_texts(files: Iterable[str | Path], tokenizer) -> list[list[int]]:
     """Token ids of all turns in JSONL files of evaluation prompts, each as it reads at the start and inside of a text.
 

@@ -8,8 +8,10 @@ from jaxspec.config import ConfigError, ModelConfig
 
 OPENERS = (
     "Write a short story about", "Write an email to", "Write a poem about", "Give me a list of",
-    "What is the difference between", "Explain how", "Explain why", "How do I", "How can I", "What are the main", "Why do", "Describe",
-    "Summarize the following", "Compare", "Can you help me", "I want to", "Imagine you are", "Pretend that you are", "Suggest", "Create a plan for",
+    "What is the difference between", "Explain how", "Explain why", "How do I", "How can I", "What are the main", "Why do",
+    "Describe",
+    "Summarize the following", "Compare", "Can you help me", "I want to", "Imagine you are", "Pretend that you are", "Suggest",
+    "Create a plan for",
     "Translate", "Rewrite the following", "Correct the grammar in", "Classify the following", "Extract the names of",
     "Who was", "When did", "Where is", "Which of these", "Is it true that", "Tell me about", "Outline", "Analyze", "Argue for",
     "Write a Python function", "Write a Python program that", "Complete this Python function:\n```python\ndef ",

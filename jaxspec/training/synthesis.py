@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Int
 from jaxspec import runtime
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.models import decoder
-from jaxspec.training.data import Data, overlapping
+from jaxspec.training.data import Data, distinct_share, overlapping
 from jaxspec.training.dialogue import OPENERS, Script, script_of
 
 ANSWER, USER = 0, 1
@@ -42,6 +42,8 @@ class SynthesisOptions:
       longest_user: tokens of a user's turn at most.
       longest_answer: tokens of an answer at most; the token that then ends it does not count as written.
       opener_share: share of rows whose first user begins with one of `dialogue.OPENERS`.
+      least_distinct: dialogues that repeat themselves more are dropped (`data.distinct_share`): small models left alone run in
+        circles, and a head would learn little else.
       segment: the cache grows by so many positions at a time, and attention reads what is there.
     """
 
@@ -49,12 +51,13 @@ class SynthesisOptions:
     length: int = 768
     rows: int = 1024
     seed: int = 0
-    temperatures: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.4, 0.7, 1.0)
+    temperatures: tuple[float, ...] = (0.0, 0.0, 0.4, 0.7, 0.9, 1.0)
     user_temperature: float = 1.0
     user_min_p: float = 0.02
     longest_user: int = 160
-    longest_answer: int = 320
+    longest_answer: int = 256
     opener_share: float = 0.5
+    least_distinct: float = 0.5
     segment: int = 256
 
     def __post_init__(self):
@@ -268,7 +271,7 @@ def synthesise(
         raise ConfigError("prompts are texts: the target needs a tokenizer")
     script = script_of(tokenizer, config)
     batches = -(-options.tokens // (options.length * options.rows))
-    parts, program, seconds, compiling = [], None, 0.0, 0.0
+    parts, program, seconds, compiling, repeating = [], None, 0.0, 0.0, 0
     with tqdm(
         total=batches * options.rows * options.length, unit="tok", unit_scale=True, desc="data", disable=not progress
     ) as bar:
@@ -282,22 +285,30 @@ def synthesise(
             start = time.perf_counter()
             tokens, supervised = (np.asarray(x) for x in program(*arguments))
             seconds += time.perf_counter() - start
-            kept = ~overlapping(tokens, exclude) if exclude else np.ones(len(tokens), bool)
+            clear = ~overlapping(tokens, exclude) if exclude else np.ones(len(tokens), bool)
+            kept = clear & (distinct_share(tokens) >= options.least_distinct) if script.dialogue else clear
+            repeating += int(np.sum(clear & ~kept))
             parts.append((tokens[kept], supervised[kept], heat.astype(np.float32)[kept]))
             bar.update(tokens.size)
     made = batches * options.rows
     tokens, supervised, temperatures = (np.concatenate(part) for part in zip(*parts, strict=True))
     if not len(tokens):
-        raise ConfigError(f"all {made} rows overlap with the excluded prompts")
+        raise ConfigError(
+            f"none of {made} rows is left: {repeating} repeat themselves (least_distinct={options.least_distinct}), the others "
+            "overlap with the excluded prompts"
+        )
+    overlaps = made - len(tokens) - repeating
     if log is not None:
         speed = made * options.length / seconds
         log(
             f"data: {tokens.size:,} tokens, {supervised.mean():.0%} of them answers, {speed:,.0f} tokens/s, compiled in "
-            f"{compiling:.1f} s; {made - len(tokens)} of {made} rows dropped for an overlap with excluded prompts"
+            f"{compiling:.1f} s; of {made} rows dropped: {overlaps} for an overlap with excluded prompts, {repeating} that "
+            "repeat themselves"
         )
     about = {
         "target": target.source, "seed": options.seed, "temperatures": list(options.temperatures), "rows_written": made,
-        "rows_dropped_for_overlap": made - len(tokens), "prompts": "self-synthesised" if prompts is None else "given",
+        "rows_dropped_for_overlap": overlaps, "rows_dropped_for_repetition": repeating,
+        "prompts": "self-synthesised" if prompts is None else "given",
         "answers": float(supervised.mean()),
     }  # fmt: skip
     return Data(tokens, supervised, temperatures, about)
