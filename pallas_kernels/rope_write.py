@@ -28,7 +28,7 @@ def available() -> bool:
 
 
 def rope_write(
-    heads: Float[Array, "B T K G_plus_2 D"],
+    heads: Float[Array, "parts B T K G_plus_2 D"],
     cos: Float[Array, "B T half"],
     sin: Float[Array, "B T half"],
     k_pages: Float[Array, "P S K D"],
@@ -36,16 +36,18 @@ def rope_write(
     page: Int[Array, "B T"],
     slot: Int[Array, "B T"],
     *,
+    dtype: jnp.dtype,
     by_head: bool = False,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "P S K D"], Float[Array, "P S K D"]]:
     """Turns the channel pairs (i, i + D/2) of queries and keys and writes keys and values at (page, slot).
 
     Args:
-      heads: a fused projection, per kv head its G queries, the key, the value.
+      heads: a fused projection, per kv head its G queries, the key, the value; in parts that are to be added.
       cos, sin: of every rotation, in float32.
       k_pages, v_pages: the pools of one layer; updated in place when donated.
       page, slot: where the entries go; a page outside the pool drops its entry.
+      dtype: what the sum of the parts is rounded to, and the queries' type.
       by_head: lay the queries out by kv head, [B, K, T, G, D], for a caller that regroups the result so. The shape of
         the result is the same.
       interpret: run on a CPU.
@@ -53,23 +55,24 @@ def rope_write(
     Returns:
       The turned queries and the pools.
     """
-    B, T, K, width, D = heads.shape
+    parts, B, T, K, width, D = heads.shape
     G, P, half = width - 2, k_pages.shape[0], D // 2
     rows = pl.next_power_of_2(G + 1)
 
     def kernel(heads_ref, cos_ref, sin_ref, page_ref, slot_ref, _k_ref, _v_ref, q_ref, k_ref, v_ref):
         head, t, b = (pl.program_id(i) for i in range(3))
         row, channel = jnp.arange(rows)[:, None], jnp.arange(half)[None]
-        exists = row <= G
-        first, second = (
-            plt.load(heads_ref.at[b, t, head, row, channel + offset], mask=exists, other=0).astype(jnp.float32)
-            for offset in (0, half)
-        )
-        value = plt.load(heads_ref.at[b, t, head, G + 1, jnp.arange(D)])
+
+        def added(index, **mask):
+            found = [plt.load(heads_ref.at[(i, b, t, head, *index)], **mask) for i in range(parts)]
+            return sum(x.astype(jnp.float32) for x in found).astype(dtype)
+
+        first, second = (added((row, channel + offset), mask=row <= G, other=0).astype(jnp.float32) for offset in (0, half))
+        value = added((G + 1, jnp.arange(D)))
         c, s = (plt.load(ref.at[b, t, jnp.arange(half)])[None] for ref in (cos_ref, sin_ref))
         where, place = page_ref[b, t], slot_ref[b, t]
         for offset, turned in ((0, first * c - second * s), (half, second * c + first * s)):
-            turned = turned.astype(heads_ref.dtype)
+            turned = turned.astype(dtype)
             q_row = (b, head, t) if by_head else (b, t, head)
             # Rows that are not stored lie outside the array, too: interpreted stores drop these, while masked ones collide.
             plt.store(q_ref.at[(*q_row, row, channel + offset)], turned, mask=row < G)
@@ -84,7 +87,7 @@ def rope_write(
         return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
     q_shape = (B, K, T, G, D) if by_head else (B, T, K, G, D)
-    shapes = [jax.ShapeDtypeStruct(q_shape, heads.dtype), *(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in (k_pages, v_pages))]
+    shapes = [jax.ShapeDtypeStruct(q_shape, dtype), *(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in (k_pages, v_pages))]
     inputs = (heads, cos, sin, page, slot, k_pages, v_pages)
     q, k_pages, v_pages = pl.pallas_call(
         kernel,

@@ -101,3 +101,21 @@ def mosaic_tiling(problem: Problem) -> Tiling:
         return Tiling(problem.split(128), 64, rows=128, num_stages=3)
     split = problem.split(64)
     return Tiling(split // 2 if split > 512 else split, 64, rows=64, num_stages=2)
+
+
+MOST_PARTS = 8
+PARTS_ROWS = 16  # rows of a product up to which its parts are summed by the kernel behind it
+
+
+def product_parts(rows: int, inputs: int, outputs: int) -> int:
+    """Into how many partial sums a skinny product is cut along its inputs, for a kernel behind it that adds them up.
+
+    XLA cuts such products itself, so that all multiprocessors read weights, and adds the parts in a kernel of its own.
+    Enough parts for about four programs of 64 columns a multiprocessor; 1: the product is left to XLA.
+    """
+    if rows > PARTS_ROWS:
+        return 1
+    parts = MOST_PARTS
+    while parts > 1 and (inputs % parts or inputs // parts < 256 or outputs // 64 * parts > 4 * MULTIPROCESSORS):
+        parts //= 2
+    return parts

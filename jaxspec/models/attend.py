@@ -39,23 +39,27 @@ class PagedAttend:
                 scale=scale, window=window, sink=self.sink, softcap=softcap,
             )  # fmt: skip
 
-    def fused(self, layer: LayerKV, heads: Float[Array, "B T K G_plus_2 D"], angles, **options) -> tuple[Array, LayerKV] | None:
+    def fused(
+        self, layer: LayerKV, heads: Float[Array, "parts B T K G_plus_2 D"], dtype, angles, **options
+    ) -> tuple[Array, LayerKV] | None:
         """The same with the rotary embedding, from a projection before it, in one kernel less; None where that is not served.
 
         Args:
           layer: the layer's pools.
-          heads: per kv head its queries, the key, the value.
+          heads: per kv head its queries, the key, the value; in parts that are to be added.
+          dtype: of their sum.
           angles: from `layers.rope_angles`.
           **options: of `attention`.
         """
         if not (rope_write.available() and rope_write.serves(heads, angles[0], *layer)):
             return None
-        B, T, K, width, D = heads.shape
-        queries = jax.ShapeDtypeStruct((B, T, K * (width - 2), D), heads.dtype)
+        _, B, T, K, width, D = heads.shape
+        queries = jax.ShapeDtypeStruct((B, T, K * (width - 2), D), dtype)
         with jax.named_scope("kv_write"):
             q, *pools = rope_write.rope_write(
-                heads, *angles, *layer, *self.slots, by_head=groups_queries(queries, *layer, self.page_table)
-            )
+                heads, *angles, *layer, *self.slots, dtype=dtype,
+                by_head=groups_queries(queries, *layer, self.page_table),
+            )  # fmt: skip
         layer = LayerKV(*pools)
         return self.attention(layer, q, **options), layer
 

@@ -17,7 +17,17 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.deepseek import latent_attention, latent_attention_shapes
-from jaxspec.models.layers import apply_rope, dense, gated_mlp, rms_norm, rope_angles, split_gate, split_heads, split_qkv
+from jaxspec.models.layers import (
+    apply_rope,
+    dense,
+    dense_in_parts,
+    gated_mlp,
+    rms_norm,
+    rope_angles,
+    split_gate,
+    split_heads,
+    split_qkv,
+)
 from jaxspec.models.moe import mixture_of_experts, moe_shapes
 
 # attend(layer_cache, q [B,T,H,Dk], k [B,T,K,Dk], v [B,T,K,Dv], *, scale, window, softcap) -> (out [B,T,H,Dv], layer_cache)
@@ -134,14 +144,15 @@ def attention_block(
     x: Float[Array, "B T E"], params: dict, config: ModelConfig, window: int | None, angles, attend: Attend, cache
 ) -> tuple[Float[Array, "B T E"], Any]:
     """Projections, q/k norms, rotary embedding, attention, a sigmoid gate (Qwen3-Next), output projection."""
-    projected = dense(x, params["qkv"])
-    if config.attention_gate:
-        projected, gate = split_gate(projected, config)
+    parts = dense_in_parts(x, params["qkv"])
     options = {"scale": config.attention_scale, "window": window, "softcap": config.attention_softcap}
     done = None
-    if hasattr(attend, "fused") and not config.qk_norm:
-        done = attend.fused(cache, split_heads(projected, config), angles, **options)
+    if hasattr(attend, "fused") and not config.qk_norm and not config.attention_gate:
+        done = attend.fused(cache, split_heads(parts, config), x.dtype, angles, **options)
     if done is None:
+        projected = parts[0] if len(parts) == 1 else parts.sum(0).astype(x.dtype)
+        if config.attention_gate:
+            projected, gate = split_gate(projected, config)
         q, k, v = split_qkv(projected, config)
         if config.qk_norm:
             q = rms_norm(q, params["q_norm"], config.norm_eps, config.norm_plus_one)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ModelConfig, RopeConfig
+from pallas_kernels import device
+from pallas_kernels.tilings import product_parts
 
 
 def dense(x: Float[Array, "*R I"], layer: dict) -> Float[Array, "*R O"]:
@@ -25,6 +27,19 @@ def dense(x: Float[Array, "*R I"], layer: dict) -> Float[Array, "*R O"]:
     if "bias" in layer:
         y = y + layer["bias"].astype(x.dtype)
     return gated_lora(x, y, **layer["lora"]) if "lora" in layer else y
+
+
+def dense_in_parts(x: Float[Array, "B T I"], layer: dict) -> Float[Array, "parts B T O"]:
+    """`dense` as partial sums in float32 where a GPU had better cut the product along its inputs, else in one part."""
+    kernel, parts = layer["kernel"], 1
+    if layer.keys() == {"kernel"} and not isinstance(kernel, dict) and device.capability() is not None:
+        parts = product_parts(x.shape[0] * x.shape[1], *kernel.shape)
+    if parts == 1:
+        return dense(x, layer)[None]
+    inputs, outputs = kernel.shape
+    x = x.reshape(*x.shape[:2], parts, inputs // parts)
+    kernel = kernel.reshape(parts, inputs // parts, outputs).astype(x.dtype)
+    return jnp.einsum("BTSI,SIO->SBTO", x, kernel, preferred_element_type=jnp.float32)
 
 
 def gated_lora(
@@ -121,10 +136,10 @@ def split_gate(x: Float[Array, "B T O"], config: ModelConfig) -> tuple[Array, Ar
     return x[..., : G + 2, :].reshape(B, T, -1), x[..., G + 2 :, :].reshape(B, T, -1)
 
 
-def split_heads(x: Float[Array, "B T O"], config: ModelConfig) -> Float[Array, "B T K G_plus_2 D"]:
+def split_heads(x: Float[Array, "*R O"], config: ModelConfig) -> Float[Array, "*R K G_plus_2 D"]:
     """A fused projection by kv head: [its G query heads, key, value], laid out so that it shards over kv heads."""
     K = config.num_kv_heads
-    return x.reshape(*x.shape[:2], K, config.num_heads // K + 2, config.head_dim)
+    return x.reshape(*x.shape[:-1], K, config.num_heads // K + 2, config.head_dim)
 
 
 def split_qkv(x: Float[Array, "B T O"], config: ModelConfig) -> tuple[Array, Array, Array]:

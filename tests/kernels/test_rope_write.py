@@ -32,13 +32,17 @@ def arguments(B, T, K, G, D, dtype, pool_dtype, seed=0):
         ((3, 2, 2, 8, 256), jnp.float32, jnp.bfloat16),
     ],
 )
-@pytest.mark.parametrize("by_head", [False, True])
-def test_the_kernel_does_what_rope_and_write_do(shape, dtype, pool_dtype, by_head):
+@pytest.mark.parametrize(("by_head", "parts"), [(False, 1), (True, 2)])
+def test_the_kernel_does_what_rope_and_write_do(shape, dtype, pool_dtype, by_head, parts):
     heads, cos, sin, k_pages, v_pages, page, slot = arguments(*shape, dtype, pool_dtype)
     B, T, K, G, D = shape
     page = page.at[0, 0].set(k_pages.shape[0])  # an entry that belongs to no page
     assert serves(heads, cos, k_pages, v_pages)
-    q, k, v = rope_write(heads, cos, sin, k_pages, v_pages, page, slot, by_head=by_head, interpret=True)
+    other = jax.random.normal(jax.random.key(9), heads.shape)
+    in_parts = jnp.stack([heads - other, other]) if parts == 2 else heads[None]  # in float32
+    q, k, v = rope_write(
+        in_parts, cos, sin, k_pages, v_pages, page, slot, dtype=dtype, by_head=by_head, interpret=True
+    )  # fmt: skip
 
     expected = apply_rope(heads[..., :G, :].reshape(B, T, K * G, D), (cos, sin))
     keys = apply_rope(heads[..., G, :], (cos, sin))

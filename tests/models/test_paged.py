@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec.config import ModelConfig
 from jaxspec.kvcache import init_layers
-from jaxspec.models import attend, decoder, paged
+from jaxspec.models import attend, decoder, layers, paged
 from jaxspec.tree import pack_bits
 from pallas_kernels import device, rope_write, tree_attention
 
@@ -20,16 +20,16 @@ CONFIG = ModelConfig(
 def run(batch=1, T=1, **options):
     """The outputs for T rows behind seven committed ones (and behind scratch entries, where `options` name some)."""
     params = decoder.init_params(CONFIG, jax.random.key(0))
-    layers = init_layers(2, 23, 4, 2, 32, 32, jnp.float32)
+    pools = init_layers(2, 23, 4, 2, 32, 32, jnp.float32)
     table = jnp.arange(1, 1 + 11 * batch).reshape(batch, 11)
     at = jnp.broadcast_to(jnp.arange(7), (batch, 7))
     base = jnp.zeros(batch, jnp.int32)
     x = decoder.embed(params, CONFIG, jax.random.randint(jax.random.key(1), (batch, 7), 0, 64))
-    layers = paged.paged_forward(params, CONFIG, x, layers, table, base, at, jnp.ones((batch, 7), bool)).layers
+    pools = paged.paged_forward(params, CONFIG, x, pools, table, base, at, jnp.ones((batch, 7), bool)).layers
     x = decoder.embed(params, CONFIG, jnp.full((batch, T), 5))
     positions = jnp.broadcast_to(7 + jnp.arange(T), (batch, T))
     valid = jnp.ones((batch, T), bool).at[0, 2:].set(False)
-    return paged.paged_forward(params, CONFIG, x, layers, table, base + 7, positions, valid, taps=(0, 2), **options)
+    return paged.paged_forward(params, CONFIG, x, pools, table, base + 7, positions, valid, taps=(0, 2), **options)
 
 
 @pytest.fixture
@@ -65,9 +65,11 @@ def test_a_row_beside_nothing_is_the_row_alone(on_a_gpu, visible):
         np.testing.assert_allclose(found.v[1:], wanted.v[1:], atol=2e-6)
 
 
-def test_rope_and_write_in_one_kernel_change_nothing(on_a_gpu):
+@pytest.mark.parametrize("parts", [1, 2])
+def test_rope_and_write_in_one_kernel_change_nothing(on_a_gpu, monkeypatch, parts):
     apart = run(batch=2, T=3)
     calls = on_a_gpu()
+    monkeypatch.setattr(layers, "product_parts", lambda rows, inputs, outputs: parts)
     together = run(batch=2, T=3)
     assert len(calls) == 4  # two layers, prompt and rows
     kept = np.array([[True, True, False], [True] * 3])
@@ -75,3 +77,11 @@ def test_rope_and_write_in_one_kernel_change_nothing(on_a_gpu):
     for found, wanted in zip(together.layers, apart.layers, strict=True):
         np.testing.assert_allclose(found.k[1:], wanted.k[1:], atol=2e-6)
         np.testing.assert_allclose(found.v[1:], wanted.v[1:], atol=2e-6)
+
+
+def test_a_product_is_cut_where_its_columns_are_few():
+    assert layers.product_parts(4, 4096, 6144) == 4
+    assert layers.product_parts(4, 2048, 3072) == 8
+    assert layers.product_parts(1, 4096, 28672) == 1
+    assert layers.product_parts(64, 4096, 6144) == 1
+    assert layers.product_parts(4, 100, 64) == 1
