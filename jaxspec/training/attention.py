@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+T = TypeVar("T")
 
 CHUNK = 256
 """Queries whose scores are in memory at a time; keys behind a chunk are never touched (a third of the work for 768)."""
@@ -22,14 +27,24 @@ def row_attend(cache, q, k, v, *, scale: float, window: int | None, softcap: flo
     return unrolled_attend((), q, k, v, scale=scale, window=window, softcap=softcap)[0], None
 
 
+def apart(function: Callable[[], T]) -> T:
+    """Runs a function on a thread of its own: its arrays are values there, even when the caller is being traced."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
+
+
 @functools.cache
 def fused_attention_works() -> bool:
     """Whether cuDNN's attention compiles and runs on the default device."""
     if jax.default_backend() not in ("gpu", "cuda"):
         return False
-    x = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
-    try:
+
+    def trial():
+        x = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
         jax.block_until_ready(jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="cudnn"))
+
+    try:
+        apart(trial)
     except Exception:  # whatever a missing or old cuDNN raises: there is another way
         return False
     return True

@@ -1,5 +1,7 @@
 """Losses of DFlash and DSpark against numpy, and what training with them gives."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,8 @@ from jaxspec import ConfigError, SpecConfig, generate
 from jaxspec.config import MoEConfig
 from jaxspec.drafters import dflash_model
 from jaxspec.training import dflash, dspark
-from jaxspec.training.blocks import block_attend, blocks, fused_blocks, sample_anchors
+from jaxspec.training.attention import apart
+from jaxspec.training.blocks import TRIAL_SCALE, agrees, block_attend, blocks, fused_blocks, sample_anchors
 from tests import tiny
 from tests.training.block_cases import (
     block_outputs,
@@ -251,3 +254,20 @@ def test_training_makes_drafts_that_the_target_accepts(name):
 def test_impossible_options(module, options, said):
     with pytest.raises(ConfigError, match=said):
         module.build(target().config, **options)
+
+
+def test_fused_attention_is_tried_out_while_a_loss_is_traced():
+    """Under `jit`, `grad` and `checkpoint` the trial sees values, not tracers; a wrong kernel is found out."""
+    found = []
+
+    @jax.jit
+    def gradient(x):
+        def loss(x):
+            for scale in (TRIAL_SCALE, 0.2):
+                found.append(apart(partial(agrees, partial(fused_blocks, scale=scale, implementation="xla"))))
+            return jnp.sum(x)
+
+        return jax.grad(jax.checkpoint(loss))(x)
+
+    gradient(jnp.ones(2))
+    assert found == [True, False]
