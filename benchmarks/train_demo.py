@@ -32,7 +32,7 @@ from jaxspec.training.objective import Objective
 from jaxspec.training.synthesis import SynthesisOptions, synthesise
 
 RECIPES: dict[str, dict] = {
-    "eagle3": {"options": {"draft_vocab": 4096, "steps_ahead": 5}, "share": 1.5},
+    "eagle3": {"options": {"draft_vocab": 4096, "steps_ahead": 5, "taps": (2, 15, 29)}, "share": 1.5},
     "dspark": {"options": {"layers": 1, "taps": 2, "markov_rank": 16, "ce": 1.0, "tv": 0.5, "soft": 0.8}, "share": 1.4},
     "dflash": {"options": {"layers": 2, "causal": True}, "share": 1.0},
     "uno": {"options": {"rank": 8, "ce": 0.3}, "share": 1.4},
