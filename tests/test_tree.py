@@ -109,7 +109,7 @@ def test_packing_round_trip(bits, seed):
         np.testing.assert_array_equal((np.asarray(words)[..., j // 32] >> (j % 32)) & 1, mask[..., j])
 
 
-@pytest.mark.parametrize("size, k", [(7, 7), (200, 3), (1500, 4), (1500, 20)])
+@pytest.mark.parametrize("size, k", [(7, 7), (200, 3), (1500, 4), (1500, 20), (1601, 8), (3000, 40)])
 def test_top_k_breaks_ties_towards_the_lower_index(size, k):
     values = np.random.default_rng(size).integers(0, 5, (3, size)).astype(np.float32)
     best, where = top_k(jnp.asarray(values), k)
@@ -237,7 +237,7 @@ def test_shapes_are_checked_in_tests():
         chain(jnp.zeros((2, 3, 4), jnp.int32))
 
 
-@pytest.mark.parametrize(("size", "k"), [(50, 3), (5000, 3), (5000, 1)])
+@pytest.mark.parametrize(("size", "k"), [(50, 3), (5000, 3), (5000, 1), (5000, 9)])
 def test_top_k_probabilities_are_those_of_the_softmax(size, k):
     logits = 3 * jax.random.normal(jax.random.key(size), (2, 3, size))
     probs, where = top_k_probabilities(logits, k)
