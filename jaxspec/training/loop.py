@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -126,6 +126,26 @@ def read_rows(tree, data, rows, *, config: ModelConfig, taps: tuple[int, ...]) -
     return View(None, tokens, supervised, features, out.hidden)
 
 
+class Reader:
+    """`read_rows` for a data set that lies on the device; heads that read the same rows one after another share the result."""
+
+    def __init__(self, target: ModelParams, data: tuple[Array, Array], taps: tuple[int, ...]):
+        self.target, self.data, self.taps = target, data, taps
+        self.last: tuple[bytes, View | None] = (b"", None)
+
+    def __call__(self, rows: np.ndarray) -> View:
+        """The view of some rows."""
+        rows = np.asarray(rows, np.int32)
+        name, view = self.last
+        if view is None or name != rows.tobytes():
+            self.last = (b"", None)  # the old one's memory first
+            where = (self.target.tree, self.data, rows)
+            program, _ = runtime.compiled(read_rows, *where, config=self.target.config, taps=self.taps)
+            view = program(*where)
+            self.last = (rows.tobytes(), view)
+        return view
+
+
 def narrowed(view: View, tree: Any, given: tuple[int, ...], wanted: tuple[int, ...]) -> View:
     """The view with the target's parameters, and with the wanted ones of the taps that were read."""
     if given != wanted:
@@ -201,7 +221,9 @@ def train(
 class _Run:
     """One call of `train`: what stays the same over its steps."""
 
-    def __init__(self, objective, target, data: Data, options: TrainOptions, folder, log, taps: tuple[int, ...] = ()):
+    def __init__(
+        self, objective, target, data: Data, options: TrainOptions, folder, log, taps: tuple[int, ...] = (), reader=None
+    ):
         self.objective, self.target, self.options, self.folder, self.log = objective, target, options, folder, log
         self.begin = time.perf_counter()
         kept, held_out = data.split(min(options.held_out, max(len(data.tokens) // 4, 1)))
@@ -214,7 +236,10 @@ class _Run:
         self.dtype = str(jax.tree.leaves(target.tree["embedder"])[0].dtype)
         self.num_held_out = len(held_out.tokens)
         pairs = ((kept.tokens, held_out.tokens), (kept.supervised, held_out.supervised))
-        self.device_data = tuple(jnp.asarray(np.concatenate(pair)) for pair in pairs)
+        if reader is None:
+            reader = Reader(target, tuple(jnp.asarray(np.concatenate(pair)) for pair in pairs), self.taps)
+        self.reader = reader
+        self.start = None
         # what must agree for a checkpoint to be gone on with
         asked = dataclasses.asdict(options)
         for name in ("stop_after", "checkpoint_every", "checkpoint_steps", "evaluate_every", "evaluate_steps"):
@@ -226,6 +251,8 @@ class _Run:
 
     def initial(self):
         """(state, constants) before the first step."""
+        if self.start is not None:
+            return self.start
         key = jax.random.key(self.options.seed)
         counts = jnp.asarray(self.rows.counts(self.objective.target.vocab_size))
 
@@ -240,16 +267,16 @@ class _Run:
 
     def step(self, state, constants, number: int, total: int):
         """One step of training."""
-        rows = batch_rows(self.num_rows, self.options.batch, self.options.seed, number)
-        return self.call(state, constants, rows, number, total)
+        return self.call(state, constants, self.rows_of(number), number, total)
+
+    def rows_of(self, number: int) -> np.ndarray:
+        """The rows of a step."""
+        return batch_rows(self.num_rows, self.options.batch, self.options.seed, number)
 
     def call(self, state, constants, rows, number: int, total: int):
         """`read_rows` and `train_step`, compiled at the first call."""
-        tree = self.target.tree
-        where = (tree, self.device_data, np.asarray(rows, np.int32))
-        reading, _ = runtime.compiled(read_rows, *where, config=self.objective.target, taps=self.taps)
         plan = (np.int32(number), np.float32(total), np.float32(self.options.learning_rate))
-        arguments = (state, constants, tree, reading(*where), plan)
+        arguments = (state, constants, self.target.tree, self.reader(rows), plan)
         o = self.options
         # what only says how long to run, or how often to write, shall not compile anything anew
         fixed = TrainOptions(
@@ -300,6 +327,15 @@ class _Run:
 
     def run(self, progress: bool, storage: str | None) -> Trained:
         """All steps."""
+        steps = self.steps(progress, storage)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
+
+    def steps(self, progress: bool, storage: str | None) -> Generator[None, None, Trained]:
+        """All steps, one at a time."""
         from tqdm import tqdm
 
         options = self.options
@@ -348,6 +384,7 @@ class _Run:
                     pending = []
                     self.checkpoint(state, number, total, losses, curve)
                     last_saved = time.perf_counter()
+                yield
         losses += [float(x) for x in pending]
         if not np.isfinite(losses).all():
             at = int(np.flatnonzero(~np.isfinite(losses))[0])
