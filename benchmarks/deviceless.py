@@ -32,7 +32,6 @@ from jax.experimental import topologies  # noqa: E402
 
 from jaxspec.benchmarking import rounds, suites  # noqa: E402
 from jaxspec.benchmarking.shapes import random_draft, random_model  # noqa: E402
-from jaxspec.drafters import dflash_model  # noqa: E402
 from jaxspec.round import run_rounds  # noqa: E402
 from jaxspec.runtime import XLA_OPTIONS  # noqa: E402
 
@@ -72,8 +71,6 @@ def compile_round(row: str, target_name: str, batch: int, context: int):
     """The compiled `run_rounds` of a row of the peer suite, and the seconds that compiling took."""
     # The attention kernel asks the default device what it is; here the answer is the device that is compiled for.
     sys.modules["pallas_kernels.device"].capability = lambda: 9.0
-    prepare_context = dflash_model.with_context_product
-    dflash_model.with_context_product = lambda tree, config: jax.eval_shape(lambda t: prepare_context(t, config), tree)
     entry = suites.PEER_ROWS[row]
     case = rounds.RoundCase(row, entry.case.algorithm, entry.case.spec, batch, context)
     target = jax.eval_shape(lambda: random_model(target_name, jnp.bfloat16))

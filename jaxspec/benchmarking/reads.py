@@ -84,12 +84,14 @@ class _Tracer:
                 found = self.walk(inner, dict(zip(inner.invars, given, strict=True)), scope)
                 kinds |= {v: k for v, k in zip(eqn.outvars, found, strict=True) if k}
                 continue
-            if name == "dot_general":
+            if name in ("dot_general", "pallas_call"):  # of our kernels, those that multiply take weights
                 for var, kind in zip(eqn.invars, given, strict=True):
                     if kind and kind[0] == "weight":
                         stored = kind[1] or var.aval.dtype.itemsize
                         self.bytes[part_of(scope, True)] += var.aval.size * stored
-            elif "tree_attention" in scope:
+            if name == "dot_general":
+                continue
+            if "tree_attention" in scope:
                 for var, window, value in pools:
                     if value not in self.seen:
                         self.seen.add(value)

@@ -22,6 +22,7 @@ from jaxspec.drafters.static_tree import StaticTree, grow_static
 from jaxspec.drafters.token_map import apply_token_map
 from jaxspec.kvcache import LayerKV, find_slots, init_layers
 from jaxspec.models.attend import PagedAttend
+from jaxspec.models.paged import beside_nothing, is_alone
 from jaxspec.tree import DraftTree, grow, pack_bits, top_k_probabilities
 
 
@@ -132,14 +133,22 @@ class EagleDrafter(Drafter):
         visible: UInt32[Array, "B T W"] | None = None,
     ) -> tuple[Float[Array, "B T E"], tuple[LayerKV, ...]]:
         """One step of the head over the paged cache; arguments as for `models.paged.paged_forward`."""
-        T, base = tokens.shape[1], ctx.cache.length
+        base = ctx.cache.length
         if inflight_positions is None:
             inflight_positions = jnp.where(valid, positions, -1)
+        alone = is_alone(tokens)
+        if alone:
+            tokens = jnp.broadcast_to(tokens, (1, 2))
+            hidden, positions, valid, inflight_positions, visible = beside_nothing(
+                hidden, positions, valid, inflight_positions, visible
+            )
+        T = tokens.shape[1]
         index = base[:, None] + inflight_positions.shape[1] - T + jnp.arange(T)
         slots = find_slots(ctx.cache.page_table, layers[0].k.shape[1], index, valid)
         attend = PagedAttend(ctx.cache.page_table, base, slots, visible, positions, inflight_positions, self.sink)
         embedding = eagle_model.embed(params, self.draft, ctx.params, tokens)
-        return eagle_model.step(params, self.draft, embedding, hidden, positions, attend, layers, self.window)
+        out, layers = eagle_model.step(params, self.draft, embedding, hidden, positions, attend, layers, self.window)
+        return out[:, :1] if alone else out, layers
 
     def logits(self, params, ctx: RoundContext, hidden: Float[Array, "*R E"]) -> Float[Array, "*R Vd"]:
         """Draft logits behind recurrent states."""

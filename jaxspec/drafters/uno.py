@@ -101,7 +101,7 @@ class UnoDrafter(Drafter):
         config, base = ctx.config, ctx.cache.length
         tokens = jnp.concatenate([ctx.bonus[:, None], noise], 1)
         rows = jnp.broadcast_to(jnp.arange(self.block_size), tokens.shape)
-        target = uno_model.adapted(ctx.params, params, self.adapter.scale, (rows > 0)[..., None])
+        target = uno_model.adapted(ctx.params, params, self.adapter.scale, (rows > 0)[..., None], self.adapter)
         out = paged_forward(
             target, config, decoder.embed(ctx.params, config, tokens), ctx.cache.layers, ctx.cache.page_table, base,
             base[:, None] + rows, jnp.ones(rows.shape, bool),

@@ -6,10 +6,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ModelConfig, RopeConfig
 from pallas_kernels import device
+from pallas_kernels import gated_lora as kernels
 from pallas_kernels.tilings import product_parts
 
 
@@ -19,14 +21,14 @@ def dense(x: Float[Array, "*R I"], layer: dict) -> Float[Array, "*R O"]:
     ``kernel`` is an array [in, out] or a pair {"q": int8 [in, out], "scale": [out]}. ``lora`` holds the arguments of
     `gated_lora`; only a draft pass puts it there (`jaxspec.drafters.uno_model.adapted`).
     """
+    if "lora" in layer:
+        return dense_with_lora(x, {name: leaf for name, leaf in layer.items() if name != "lora"}, **layer["lora"])
     kernel = layer["kernel"]
     if isinstance(kernel, dict):
         y = (x @ kernel["q"].astype(x.dtype)) * kernel["scale"].astype(x.dtype)
     else:
         y = x @ kernel.astype(x.dtype)
-    if "bias" in layer:
-        y = y + layer["bias"].astype(x.dtype)
-    return gated_lora(x, y, **layer["lora"]) if "lora" in layer else y
+    return y + layer["bias"].astype(x.dtype) if "bias" in layer else y
 
 
 def dense_in_parts(x: Float[Array, "B T I"], layer: dict) -> Float[Array, "parts B T O"]:
@@ -40,6 +42,26 @@ def dense_in_parts(x: Float[Array, "B T I"], layer: dict) -> Float[Array, "parts
     x = x.reshape(*x.shape[:2], parts, inputs // parts)
     kernel = kernel.reshape(parts, inputs // parts, outputs).astype(x.dtype)
     return jnp.einsum("BTSI,SIO->SBTO", x, kernel, preferred_element_type=jnp.float32)
+
+
+def dense_with_lora(
+    x: Float[Array, "B T I"],
+    layer: dict,
+    a: Array,
+    b: Array,
+    scale: float,
+    gate: Bool[Array, "B T 1"],
+    blocks: np.ndarray | None = None,
+) -> Float[Array, "B T O"]:
+    """`gated_lora` on `dense`, on a GPU with the second product in a kernel that also adds up the parts of both others.
+
+    `blocks` names the block of rows of ``b`` that may differ from zero in each column, -1 for none. The kernel has no
+    derivative; where one is wanted the scale is an array.
+    """
+    if not (isinstance(scale, float) and kernels.available() and kernels.serves(x, b)):
+        return gated_lora(x, dense(x, layer), a, b, scale, gate)
+    hidden = dense_in_parts(x, {"kernel": a})
+    return kernels.gated_lora(dense_in_parts(x, layer), hidden, b, gate, scale=scale, blocks=blocks)
 
 
 def gated_lora(

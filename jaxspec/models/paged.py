@@ -43,7 +43,7 @@ def paged_forward(
     """
     if inflight_positions is None:
         inflight_positions = jnp.where(valid, positions, -1)
-    alone = x.shape[0] * x.shape[1] == 1 and device.capability() is not None
+    alone = is_alone(x)
     if alone:
         x, positions, valid, inflight_positions, visible = beside_nothing(x, positions, valid, inflight_positions, visible)
     T = x.shape[1]
@@ -54,6 +54,11 @@ def paged_forward(
     if alone:
         out = out._replace(hidden=out.hidden[:, :1], features=None if out.features is None else out.features[:, :1])
     return out
+
+
+def is_alone(rows: Array) -> bool:
+    """Whether [B, T, ...] holds a single row on a GPU, which is better run `beside_nothing`."""
+    return rows.shape[0] * rows.shape[1] == 1 and device.capability() is not None
 
 
 def beside_nothing(

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxspec import ConfigError, ModelParams, SpecConfig, generate
+from jaxspec.conversion.peft import columns_of
 from jaxspec.drafters import uno, uno_model
-from jaxspec.drafters.uno_config import UnoConfig
+from jaxspec.drafters.uno_config import MODULES, PRODUCTS, UnoConfig
 from jaxspec.generation import read_answers, start
 from jaxspec.kvcache import LayerKV
 from jaxspec.models import decoder
@@ -307,3 +308,16 @@ def test_nan_behind_the_committed_positions_reaches_nothing_and_caches_stay_in_p
     sizes = [x.size * x.dtype.itemsize for layer in wide for x in layer]
     assert memory.alias_size_in_bytes >= sum(sizes)
     assert memory.temp_size_in_bytes < min(sizes)
+
+
+@pytest.mark.parametrize("modules", [MODULES, ("q_proj", "v_proj", "up_proj")])
+def test_blocks_name_what_may_differ_from_zero(modules):
+    config = dataclasses.replace(random_adapter().config, modules=modules)
+    for product in PRODUCTS:
+        found, changed = uno_model.blocks_of_columns(config, product), config.changed(product)
+        if len(changed) < 2:
+            assert found is None
+            continue
+        names, _, _, split = columns_of(config, product)
+        for module, columns in zip(names, split(np.arange(found.size)[None]), strict=True):
+            assert set(found[columns.ravel()]) == {changed.index(module) if module in changed else -1}

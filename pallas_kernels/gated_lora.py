@@ -1,0 +1,108 @@
+"""The second half of a low-rank adapter on top of a skinny product, in one kernel: sums of parts, product, gate.
+
+XLA adds up the parts of both first products in kernels of their own; four products a layer make that 8 launches.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels import device
+
+MOST_ROWS = 64
+COLUMNS = 64  # of a program
+
+
+def _chunk(rank: int) -> int:
+    """The largest power of two that divides the rank, at most 128."""
+    return min(rank & -rank, 128)
+
+
+def serves(x: Array, b: Array) -> bool:
+    """Whether the kernel takes the case: few rows, a rank of at least one tensor core tile, whole columns."""
+    rows = x.shape[0] * x.shape[1]
+    return rows <= MOST_ROWS and _chunk(b.shape[0]) >= 16 and b.shape[1] % COLUMNS == 0 and x.dtype == b.dtype
+
+
+def available() -> bool:
+    """Whether the default device runs the kernel: CUDA GPUs from Ampere on."""
+    return (device.capability() or 0) >= 8.0
+
+
+def gated_lora(
+    y: Float[Array, "parts B T O"],
+    hidden: Float[Array, "more_parts B T rank"],
+    b: Float[Array, "rank O"],
+    gate: Bool[Array, "B T 1"],
+    *,
+    scale: float,
+    blocks: np.ndarray | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B T O"]:
+    """y + scale · hidden @ b in the rows that `gate` opens, y in the others; what is not finite becomes 0.
+
+    Args:
+      y: the product that is adapted, in parts that are to be added.
+      hidden: x @ a, likewise.
+      b: the second matrix; its type is that of the sums and of the result.
+      gate: rows that take the adapter.
+      scale: its factor.
+      blocks: for each column the block of equally many rows of `b` that holds all that differs from zero, -1 for none;
+        the others are not read. None: all count. Ignored where it changes within a program's columns.
+      interpret: run on a CPU.
+    """
+    parts, B, T, outputs = y.shape
+    R, rank, dtype = B * T, b.shape[0], b.dtype
+    tiles = None if blocks is None else blocks.reshape(-1, COLUMNS)
+    if tiles is not None and (tiles != tiles[:, :1]).any():
+        tiles = None
+    used = rank if tiles is None else rank // (tiles.max() + 1)
+    rows, chunk = max(16, pl.next_power_of_2(R)), _chunk(used)
+    starts = jnp.zeros(outputs // COLUMNS, jnp.int32) if tiles is None else jnp.asarray(tiles[:, 0] * used, jnp.int32)
+    y, hidden, gate = y.reshape(parts, R, outputs), hidden.reshape(-1, R, rank), gate.reshape(R).astype(jnp.int32)
+
+    def kernel(y_ref, hidden_ref, b_ref, gate_ref, start_ref, out_ref):
+        row = jnp.arange(rows)[:, None]
+        exists, at = row < R, jnp.minimum(row, R - 1)
+        column = pl.program_id(0) * COLUMNS + jnp.arange(COLUMNS)[None]
+
+        def added(ref, index):
+            found = [plt.load(ref.at[i, at, index], mask=exists, other=0).astype(jnp.float32) for i in range(ref.shape[0])]
+            return sum(found).astype(dtype)
+
+        own = added(y_ref, column)
+        change = jnp.zeros((rows, COLUMNS), jnp.float32)
+        start = start_ref[pl.program_id(0)]
+        some, start = start >= 0, jnp.maximum(start, 0)
+        for first in range(0, used, chunk):
+            inner = start + first + jnp.arange(chunk)
+            left = added(hidden_ref, inner[None])
+            right = plt.load(b_ref.at[inner[:, None], column], mask=some, other=0)
+            precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+            change += plt.dot(left, right, precision=precision)
+        changed = (own.astype(jnp.float32) + scale * change).astype(dtype)
+        changed = jnp.where(jnp.abs(changed.astype(jnp.float32)) < jnp.inf, changed, jnp.zeros_like(changed))
+        opened = plt.load(gate_ref.at[jnp.minimum(jnp.arange(rows), R - 1)])[:, None] != 0
+        # Rows that do not exist lie outside the array: interpreted stores drop these, while masked ones collide.
+        plt.store(out_ref.at[row, column], jnp.where(opened, changed, own), mask=exists)
+
+    def whole(x):
+        return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
+
+    out = jax.ShapeDtypeStruct((R, outputs), dtype)
+    return pl.pallas_call(
+        kernel,
+        grid=(outputs // COLUMNS,),
+        in_specs=[whole(x) for x in (y, hidden, b, gate, starts)],
+        out_specs=whole(out),
+        out_shape=out,
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="gated_lora",
+    )(y, hidden, b, gate, starts).reshape(B, T, outputs)

@@ -1,0 +1,73 @@
+"""The small kernels of a layer, compiled, against what XLA makes of the same formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models import layers
+from jaxspec.models.layers import apply_rope
+from pallas_kernels import kv_write
+from pallas_kernels.gated_lora import gated_lora
+from pallas_kernels.kv_commit import kv_write_layers
+from pallas_kernels.rope_write import rope_write
+from tests.kernels.test_rope_write import arguments
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("shape", [(1, 2, 8, 4, 128), (8, 16, 8, 4, 128), (2, 5, 3, 3, 64), (1, 600, 8, 4, 64)])
+def test_rope_write(shape, by_head):
+    B, T, K, G, D = shape
+    heads, cos, sin, k_pages, v_pages, page, slot = arguments(*shape, jnp.float32, jnp.bfloat16)
+    page = page.at[0, 0].set(k_pages.shape[0])  # an entry that belongs to no page
+    parts = jnp.stack([heads / 4, heads / 2, heads / 4])
+    run = jax.jit(lambda *a: rope_write(*a, dtype=jnp.bfloat16, by_head=by_head))
+    q, k, v = run(parts, cos, sin, k_pages, v_pages, page, slot)
+    heads = heads.astype(jnp.bfloat16)
+    expected = apply_rope(heads[..., :G, :].reshape(B, T, K * G, D), (cos, sin))
+    keys = apply_rope(heads[..., G, :], (cos, sin))
+    pools = kv_write(k_pages, v_pages, page, slot, keys, heads[..., G + 1, :])
+    for found, wanted in zip((q, k, v), (expected, *pools), strict=True):
+        np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("B", "T", "rank"), [(1, 8, 384), (8, 8, 128), (3, 5, 48)])
+def test_gated_lora(B, T, rank, dtype):
+    keys = jax.random.split(jax.random.key(0), 4)
+    y, hidden = jax.random.normal(keys[0], (4, B, T, 6144)), jax.random.normal(keys[1], (8, B, T, rank))
+    b = jax.random.normal(keys[2], (rank, 6144)).astype(dtype) / rank**0.5
+    gate = jax.random.bernoulli(keys[3], 0.7, (B, T, 1)).at[:, 0].set(False)
+    found = jax.jit(lambda *a: gated_lora(*a, scale=0.5))(y, hidden, b, gate)
+    own = y.sum(0).astype(dtype)
+    with jax.default_matmul_precision("highest"):
+        change = hidden.sum(0).astype(dtype).astype(jnp.float32) @ b.astype(jnp.float32)
+    wanted = jnp.where(gate, own.astype(jnp.float32) + 0.5 * change, own.astype(jnp.float32))
+    tolerance = 1e-4 if dtype == jnp.float32 else 4e-2
+    np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted), rtol=tolerance, atol=tolerance)
+    if dtype == jnp.float32:
+        np.testing.assert_allclose(found[:, 0], own[:, 0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("B", "T"), [(1, 16), (8, 3)])
+def test_a_write_to_several_pools(B, T):
+    keys = jax.random.split(jax.random.key(0), 12)
+    pools = [jax.random.normal(k, (40, 16, 8, 128)).astype(jnp.bfloat16) for k in keys[:10]]
+    page = jax.random.permutation(keys[10], jnp.arange(39))[: B * T].reshape(B, T).at[0, 0].set(99)
+    entries = jax.random.normal(keys[11], (B, T, 10, 8, 128)).astype(jnp.bfloat16)
+    slot = jnp.broadcast_to(jnp.arange(T) % 16, (B, T))
+    found = jax.jit(lambda p, e: kv_write_layers(p, (page, slot), e, kernel=True))(pools, entries)
+    wanted = kv_write_layers(pools, (page, slot), entries, kernel=False)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("shape", [(4096, 6144), (2048, 3072), (4096, 384)])
+def test_a_product_in_parts_adds_up(shape):
+    x = jax.random.normal(jax.random.key(0), (1, 4, shape[0])).astype(jnp.bfloat16)
+    w = (jax.random.normal(jax.random.key(1), shape) / shape[0] ** 0.5).astype(jnp.bfloat16)
+    parts = jax.jit(lambda x, w: layers.dense_in_parts(x, {"kernel": w}))(x, w)
+    assert parts.shape[0] > 1
+    with jax.default_matmul_precision("highest"):
+        wanted = x.astype(jnp.float32) @ w.astype(jnp.float32)
+    np.testing.assert_allclose(np.asarray(parts.sum(0)), np.asarray(wanted), atol=2e-3)

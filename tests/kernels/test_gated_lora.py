@@ -1,0 +1,65 @@
+"""The adapter's second half as a kernel, against the plain formula."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models import layers
+from pallas_kernels import device
+from pallas_kernels import gated_lora as kernels
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("shape", "parts"), [((1, 8), (1, 1)), ((3, 7), (2, 4)), ((1, 1), (4, 2))])
+def test_the_kernel_does_what_the_formula_says(dtype, shape, parts):
+    keys = jax.random.split(jax.random.key(0), 4)
+    y = jax.random.normal(keys[0], (parts[0], *shape, 128))
+    hidden = jax.random.normal(keys[1], (parts[1], *shape, 48))
+    b = jax.random.normal(keys[2], (48, 128)).astype(dtype)
+    gate = jax.random.bernoulli(keys[3], 0.6, (*shape, 1)).at[0, 0].set(False)
+    found = kernels.gated_lora(y, hidden, b, gate, scale=0.5, interpret=True)
+    own = y.sum(0).astype(dtype)
+    change = hidden.sum(0).astype(dtype).astype(jnp.float32) @ b.astype(jnp.float32)
+    wanted = jnp.where(gate, (own.astype(jnp.float32) + 0.5 * change).astype(dtype), own)
+    assert found.dtype == dtype
+    tolerance = 2e-2 if dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), rtol=tolerance, atol=tolerance)
+    closed = ~np.asarray(gate)[..., 0]
+    np.testing.assert_array_equal(np.asarray(found, np.float32)[closed], np.asarray(own, np.float32)[closed])
+
+
+@pytest.mark.parametrize("width", [64, 32])
+def test_blocks_of_zeros_are_left_out(width):
+    """Columns belong to blocks 1, none, 0 of b's rows, `width` columns each; narrower than a program's 64 they do not count."""
+    blocks = np.repeat([1, -1, 0, 1], width)
+    keys = jax.random.split(jax.random.key(1), 3)
+    y, hidden = jax.random.normal(keys[0], (1, 2, 5, 4 * width)), jax.random.normal(keys[1], (2, 2, 5, 32))
+    b = jax.random.normal(keys[2], (32, 4 * width)) * (np.repeat([0, 1], 16)[:, None] == blocks)
+    gate = jnp.ones((2, 5, 1), bool)
+    given = b if width == 32 else b.at[0, 0].set(jnp.nan)  # outside the block of that column: not read
+    found = kernels.gated_lora(y, hidden, given, gate, scale=1.0, blocks=blocks, interpret=True)
+    np.testing.assert_allclose(found, y[0] + hidden.sum(0) @ b, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_not_finite_becomes_nothing():
+    y = jnp.zeros((1, 1, 4, 64)).at[0, 0, 1, 3].set(jnp.inf).at[0, 0, 2, 5].set(jnp.nan)
+    gate = jnp.ones((1, 4, 1), bool)
+    assert not np.asarray(
+        kernels.gated_lora(y, jnp.zeros((1, 1, 4, 16)), jnp.zeros((16, 64)), gate, scale=1.0, interpret=True)
+    ).any()
+
+
+def test_a_product_with_an_adapter_takes_the_kernel(monkeypatch):
+    x = jax.random.normal(jax.random.key(0), (2, 3, 32))
+    w, a, b = (jax.random.normal(jax.random.key(i), shape) for i, shape in ((1, (32, 64)), (2, (32, 16)), (3, (16, 64))))
+    gate = jnp.arange(3)[None, :, None] > jnp.zeros((2, 1, 1))
+    layer = {"kernel": w, "lora": {"a": a, "b": b, "scale": 2.0, "gate": gate}}
+    wanted, calls, kernel = layers.dense(x, layer), [], kernels.gated_lora
+    monkeypatch.setattr(device, "capability", lambda: 9.0)
+    monkeypatch.setattr(layers, "product_parts", lambda rows, inputs, outputs: 2)
+    monkeypatch.setattr(kernels, "gated_lora", lambda *args, **o: calls.append(args) or kernel(*args, interpret=True, **o))
+    found = layers.dense(x, layer)
+    assert len(calls) == 1 and calls[0][0].shape[0] == calls[0][1].shape[0] == 2
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    assert not kernels.serves(jnp.zeros((1, 65, 32)), b) and not kernels.serves(x, b[:8])
