@@ -12,6 +12,7 @@ Stages run in the order given; each has a limit of its own and stops cleanly at 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -44,7 +45,8 @@ def commands(stage: str, args: argparse.Namespace, seconds: float, rest: list[st
     python, out = sys.executable, args.out
     log = out / f"{stage}.log"
     if stage == "tests":
-        return [([python, "-m", "pytest", "tests/gpu", "-q"], log, "")]
+        workers = ["-n", "8"] if importlib.util.find_spec("xdist") else []
+        return [([python, "-m", "pytest", "tests/gpu", "-q", *workers], log, "")]
     if stage == "attention":
         own = ["--out", str(out / "attention"), "--budget", f"{seconds - 15:.0f}", "--parts", *args.attention_parts]
         return [([python, "benchmarks/kernels/attention.py", *own], log, "")]
