@@ -33,7 +33,17 @@ from jaxspec.training.together import train_together
 
 RECIPES: dict[str, dict] = {
     "eagle3": {"draft_vocab": 4096, "steps_ahead": 5, "taps": (2, 15, 29)},
-    "dspark": {"layers": 1, "taps": 2, "mask_token": 16, "markov_rank": 16, "ce": 1.0, "tv": 0.5, "soft": 0.8},
+    "dspark": {
+        "layers": 1,
+        "taps": 2,
+        "block": 5,
+        "anchors": 192,
+        "mask_token": 16,
+        "markov_rank": 16,
+        "ce": 1.0,
+        "tv": 0.5,
+        "soft": 0.8,
+    },
     "uno": {"rank": 5, "noise_below": 2, "ce": 0.3, "curriculum_steps": 1500},
     "dflash": {"layers": 1, "mask_token": 16, "causal": True},
     "eagle": {},
@@ -94,6 +104,7 @@ def main() -> int:
     parser.add_argument("--least-distinct", type=float, default=0.6, help="rows that repeat themselves more are dropped")
     parser.add_argument("--exclude", nargs="*", default=[], help="evaluation prompts (JSONL)")
     parser.add_argument("--lr", type=json.loads, default={}, help='learning rates that differ, JSON: {"eagle3": 0.002}')
+    parser.add_argument("--every", type=json.loads, default={}, help='heads that make fewer steps, JSON: {"mtp": 3}')
     parser.add_argument("--steps", type=int, help="steps of every head in place of time, for trials")
     args = parser.parse_args()
     args.data = args.data or args.out
@@ -106,7 +117,7 @@ def main() -> int:
     objectives = {name: head_module(name).build(target.config, **RECIPES[name]) for name in args.heads}
     options = {name: options_of(args, name) for name in args.heads}
     minutes = None if args.steps else (args.budget - (time.perf_counter() - BEGIN) - 4 * len(args.heads)) / 60
-    trained = train_together(objectives, target, data, options, minutes=minutes, storage="int8", log=say)
+    trained = train_together(objectives, target, data, options, minutes=minutes, every=args.every, storage="int8", log=say)
     for name, result in trained.items():
         if isinstance(result, Exception):
             traceback.print_exception(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,10 +25,11 @@ def train_together(
     options: Mapping[str, TrainOptions],
     *,
     minutes: float | None = None,
+    every: Mapping[str, int] | None = None,
     storage: str | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Trained | Exception]:
-    """Trains heads step by step in turn: all see the same rows at the same step, and all make equally many steps.
+    """Trains heads step by step in turn: all see the same rows at the same step.
 
     Their programs are compiled on threads of their own, at the same time.
 
@@ -37,6 +39,7 @@ def train_together(
       data: rows.
       options: how each head is trained; batch, seed and held-out rows must agree. Without `minutes`, so must `steps`.
       minutes: time for all of it, compilation included: the number of steps follows.
+      every: heads that take part in every n-th turn only, and so make fewer steps; 1 where nothing is said.
       storage: see `jaxspec.training.loop.train`.
       log: receives what happened in words.
 
@@ -65,14 +68,18 @@ def train_together(
     def warm(run: _Run) -> float:
         start = time.perf_counter()
         run.start = run.initial()
-        jax.block_until_ready(spend(run, 0))
+        jax.block_until_ready(spend(run, 1))
         return time.perf_counter() - start
 
-    def spend(run: _Run, number: int):
-        """A step on a copy of the state, thrown away."""
-        state, constants = run.start
-        return run.step(jax.tree.map(jnp.copy, state), constants, number, LAST_STEP)[1]["loss"]
+    def spend(run: _Run, steps: int):
+        """Steps on a copy of the state, thrown away."""
+        (state, constants), metrics = run.start, {}
+        state = jax.tree.map(jnp.copy, state)
+        for number in range(steps):
+            state, metrics = run.step(state, constants, number, LAST_STEP)
+        return metrics["loss"]
 
+    every = {name: (every or {}).get(name, 1) for name in runs}
     first = next(iter(runs.values()))
     first.reader(first.rows_of(0))  # the target's own program before the threads ask for it all at once
     with ThreadPoolExecutor(len(runs)) as pool:
@@ -87,19 +94,22 @@ def train_together(
         for run in runs.values():
             run.evaluate(*run.start[0][:2], run.start[1])
         measuring = time.perf_counter() - start
-        start = time.perf_counter()
-        for number in range(1, 1 + CALIBRATION_STEPS):
-            jax.block_until_ready([spend(run, number) for run in runs.values()])
-        seconds = (time.perf_counter() - start) / CALIBRATION_STEPS
+        seconds = 0.0
+        for name, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(spend(run, CALIBRATION_STEPS))
+            seconds += (time.perf_counter() - start) / CALIBRATION_STEPS / every[name]
         left = minutes * 60 - (time.perf_counter() - begin) - 3 * measuring
-        every = min(o.evaluate_every for o in options.values())
-        steps = max(int(left * every / (every + measuring) / seconds), 1)
-        log(f"{seconds * 1e3:.0f} ms a step of {', '.join(runs)}; {measuring:.1f} s a measurement: {steps} steps")
-        for run in runs.values():
-            run.options = dataclasses.replace(run.options, minutes=None, steps=steps)
+        between = min(o.evaluate_every for o in options.values())
+        steps = max(int(left * between / (between + measuring) / seconds), 1)
+        log(f"{seconds * 1e3:.0f} ms a turn of {', '.join(runs)}; {measuring:.1f} s a measurement: {steps} turns")
+        for name, run in runs.items():
+            run.options = dataclasses.replace(run.options, minutes=None, steps=max(steps // every[name], 1))
     turns = {name: run.steps(False, storage) for name, run in runs.items()}
-    while turns:
-        for name in list(turns):
+    for turn in itertools.count():
+        if not turns:
+            break
+        for name in [name for name in turns if turn % every[name] == 0]:
             try:
                 next(turns[name])
             except StopIteration as end:

@@ -44,6 +44,12 @@ def test_time_says_how_many_steps_all_of_them_make():
     assert "held_out_accept_length_int8" in both["mtp"].about
 
 
+def test_a_head_may_take_part_in_fewer_turns():
+    given = dict.fromkeys(objectives(), options(steps=1, evaluate_steps=None))
+    both = train_together(objectives(), tiny.target(), data(), given, minutes=0.5, every={"mtp": 3})
+    assert len(both["mtp"].losses) == max(len(both["eagle"].losses) // 3, 1)
+
+
 def test_options_must_agree():
     with pytest.raises(ConfigError, match="one batch, seed, held_out and steps"):
         train_together(objectives(), tiny.target(), data(), {"eagle": options(), "mtp": options(batch=2)})
