@@ -27,7 +27,8 @@ from jaxspec.loading import resolve
 from jaxspec.training import data as rows
 from jaxspec.training.data import Data
 from jaxspec.training.heads import MODULES, head_module
-from jaxspec.training.loop import Trained, TrainOptions, write_head
+from jaxspec.training.loop import TrainOptions
+from jaxspec.training.output import Trained, write_head
 from jaxspec.training.synthesis import SynthesisOptions, synthesise
 from jaxspec.training.together import train_together
 

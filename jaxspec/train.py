@@ -144,7 +144,8 @@ def train_head(args: argparse.Namespace, target, log) -> int:
     from jaxspec.conversion.tokenizer import TokenizerFiles
     from jaxspec.loading import resolve
     from jaxspec.training import heads
-    from jaxspec.training.loop import TrainOptions, remove_checkpoints, train, write_head
+    from jaxspec.training.loop import TrainOptions, remove_checkpoints, train
+    from jaxspec.training.output import write_head
 
     out = Path(args.out).expanduser().absolute()
     if out.exists() and not args.force:
@@ -156,9 +157,7 @@ def train_head(args: argparse.Namespace, target, log) -> int:
     options = chosen(args, TrainOptions, learning_rate=module.LEARNING_RATE, weight_decay=decay, **budget)
     data = get_data(args, target, log)
     work = out.with_name(f".{out.name}-training")
-    trained = train(
-        objective, target, data, options, folder=work, storage=args.quantize, progress=not args.quiet, log=log
-    )
+    trained = train(objective, target, data, options, folder=work, storage=args.quantize, progress=not args.quiet, log=log)
     for number, loss in enumerate(trained.losses):
         if number == 0 or number == len(trained.losses) - 1:
             log(f"step {number + 1}: loss {loss:.4f}")

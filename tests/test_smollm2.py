@@ -89,3 +89,11 @@ def test_the_target_as_its_own_draft_is_always_accepted(tree):
         emitted = len(result.tokens) - 1
         assert result.stats.rounds == -(-emitted // (steps + 1)), "every full round accepts num_steps drafts"
         assert result.stats.accepted_histogram[steps] >= emitted // (steps + 1)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "mtp", "dspark", "uno"])
+def test_shipped_heads_change_nothing_but_the_speed(name):
+    draft = params().drafts[name]
+    answers = jaxspec.generate(params(), PROMPTS[:4], draft=draft, max_new_tokens=LENGTH)
+    assert [r.tokens for r in answers] == plain()[:4]
+    assert sum(map(len, plain()[:4])) > 1.4 * sum(r.stats.rounds for r in answers)

@@ -63,7 +63,7 @@ def card(folder: Path, results: Sequence[Mapping[str, Any]] = (), command: str |
     """The Markdown text.
 
     Args:
-      folder: a converted folder that `jaxspec.training.loop.write_head` wrote.
+      folder: a converted folder that `jaxspec.training.output.write_head` wrote.
       results: rows of accept lengths (`jaxspec.benchmarking.accept_report.read`); those of this very head are shown.
       command: the command that trained it, if its files do not say.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Generator
@@ -19,15 +18,13 @@ import numpy as np
 import optax
 
 from jaxspec import runtime
-from jaxspec.config import ConfigError, ModelConfig
-from jaxspec.conversion import quantize, store
-from jaxspec.conversion.mapping import flatten, unflatten
-from jaxspec.conversion.pipeline import fresh_folder
+from jaxspec.config import ConfigError
 from jaxspec.models import decoder
 from jaxspec.params import DraftParams, ModelParams
-from jaxspec.training.attention import row_attend
 from jaxspec.training.data import Data, batch_rows
 from jaxspec.training.objective import Objective, View, cast, merge
+from jaxspec.training.output import Trained, as_stored, write_jsonl
+from jaxspec.training.reading import Reader, narrowed
 from jaxspec.training.state import latest_checkpoint, load_checkpoint, save_checkpoint
 
 LAST_STEP = 1 << 30
@@ -87,16 +84,6 @@ class TrainOptions:
             raise ConfigError(f"warmup={self.warmup} must lie in [0, 1)")
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What `train` gives: the head (None where it was stopped before the end), its loss by step, the curve of measurements."""
-
-    draft: DraftParams | None
-    losses: tuple[float, ...]
-    curve: tuple[dict[str, Any], ...]
-    about: dict[str, Any]
-
-
 def learning_rate_at(step, total, peak, warmup: float):
     """Linear warm-up, then a cosine to 0 (Loshchilov & Hutter 2017)."""
     warm = jnp.maximum(jnp.floor(total * warmup), 1.0)
@@ -112,47 +99,6 @@ def optimiser(options: TrainOptions) -> optax.GradientTransformation:
         optax.scale_by_adam(b1=options.b1, b2=options.b2),
         optax.add_decayed_weights(options.weight_decay),
     )
-
-
-@partial(jax.jit, static_argnames=("config", "taps"))
-def read_rows(tree, data, rows, *, config: ModelConfig, taps: tuple[int, ...]) -> View:
-    """Runs the frozen target once over some rows: the view of a head that reads `taps`, or some of them."""
-    tokens, supervised = (x[rows] for x in data)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    with decoder.full_precision(tree):
-        x = decoder.embed(tree, config, tokens)
-        out = decoder.decode(tree, config, x, positions, row_attend, (None,) * config.num_layers, taps)
-    features = jnp.zeros((*tokens.shape, 0), out.hidden.dtype) if out.features is None else out.features
-    return View(None, tokens, supervised, features, out.hidden)
-
-
-class Reader:
-    """`read_rows` for a data set that lies on the device; heads that read the same rows one after another share the result."""
-
-    def __init__(self, target: ModelParams, data: tuple[Array, Array], taps: tuple[int, ...]):
-        self.target, self.data, self.taps = target, data, taps
-        self.last: tuple[bytes, View | None] = (b"", None)
-
-    def __call__(self, rows: np.ndarray) -> View:
-        """The view of some rows."""
-        rows = np.asarray(rows, np.int32)
-        name, view = self.last
-        if view is None or name != rows.tobytes():
-            self.last = (b"", None)  # the old one's memory first
-            where = (self.target.tree, self.data, rows)
-            program, _ = runtime.compiled(read_rows, *where, config=self.target.config, taps=self.taps)
-            view = program(*where)
-            self.last = (rows.tobytes(), view)
-        return view
-
-
-def narrowed(view: View, tree: Any, given: tuple[int, ...], wanted: tuple[int, ...]) -> View:
-    """The view with the target's parameters, and with the wanted ones of the taps that were read."""
-    if given != wanted:
-        parts = jnp.split(view.features, len(given), axis=-1) if given else []
-        parts = [parts[given.index(tap)] for tap in wanted]
-        view = dataclasses.replace(view, features=jnp.concatenate(parts, -1) if parts else view.features[..., :0])
-    return dataclasses.replace(view, tree=tree)
 
 
 def merged(trainable: Any, constants: Any, dtype: Any) -> dict:
@@ -434,61 +380,6 @@ class _Run:
                 "for what that run was asked for"
             )
         return (trainable, moments, state[2]), about
-
-
-def as_stored(tree: Any, method: str) -> Any:
-    """The parameters as they come back from a folder that was written with that method (`jaxspec.conversion.quantize`)."""
-    quantize.check_method(method)
-
-    def stored(path: str, x):
-        array = np.asarray(x)
-        if not quantize.is_quantized(path, array.shape, array.dtype):
-            return x
-        return jnp.asarray(quantize.dequantize(*quantize.quantize(path, array)))
-
-    return unflatten({path: stored(path, x) for path, x in flatten(tree).items()})
-
-
-def write_jsonl(file: Path, rows) -> None:
-    """One JSON object a line, written under another name first."""
-    temporary = file.with_name(f".{file.name}.new")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    os.replace(temporary, file)
-
-
-def write_head(
-    trained: Trained,
-    out: Path,
-    *,
-    dtype: str | None = "bfloat16",
-    quantize: str | None = None,
-    force: bool = False,
-    tokenizer=None,
-) -> Path:
-    """A converted folder with the trained head, which `jaxspec.load_draft` reads, and its curve as ``training.jsonl``.
-
-    Args:
-      trained: what `train` gave.
-      out: the folder.
-      dtype: type in which parameters are stored.
-      quantize: "int8" for eight bits per weight (`jaxspec.conversion.quantize`).
-      force: replace `out`.
-      tokenizer: `TokenizerFiles` that a head which is a whole model needs.
-
-    Raises:
-      ConversionError: `out` exists and not `force`.
-      ConfigError: training was stopped before its end.
-    """
-    if trained.draft is None:
-        raise ConfigError("training was stopped before its end: there is no head to write yet")
-    tree = trained.draft.tree if dtype is None else cast(trained.draft.tree, jnp.dtype(dtype))
-    with fresh_folder(out, force, Path(os.devnull)) as folder:
-        provenance = {"format": "trained by jaxspec", "training": trained.about}
-        store.write_folder(folder, trained.draft.config, tree, provenance, quantize=quantize)
-        write_jsonl(folder / "training.jsonl", trained.curve)
-        if tokenizer is not None:
-            tokenizer.write(folder)
-    return out
 
 
 def remove_checkpoints(folder: Path) -> None:

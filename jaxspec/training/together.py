@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxspec.config import ConfigError
 from jaxspec.params import ModelParams
 from jaxspec.training.data import Data
-from jaxspec.training.loop import CALIBRATION_STEPS, LAST_STEP, Trained, TrainOptions, _Run
+from jaxspec.training.loop import CALIBRATION_STEPS, LAST_STEP, TrainOptions, _Run
 from jaxspec.training.objective import Objective
+from jaxspec.training.output import Trained
 
 
 def train_together(

@@ -14,8 +14,9 @@ from jaxspec.config import ConfigError
 from jaxspec.conversion.errors import ConversionError
 from jaxspec.models.forward import forward
 from jaxspec.training import eagle3, heads, loop, state
-from jaxspec.training.loop import TrainOptions, learning_rate_at, train, write_head
+from jaxspec.training.loop import TrainOptions, learning_rate_at, train
 from jaxspec.training.objective import merge
+from jaxspec.training.output import write_head
 from jaxspec.training.synthesis import SynthesisOptions, synthesise
 from tests import tiny
 
