@@ -17,6 +17,7 @@ from pallas_kernels import device
 
 MOST_ROWS = 64
 COLUMNS = 64  # of a program
+LEAST_CHUNK = 16  # rows of b in a product: what a tensor core takes
 
 
 def _chunk(rank: int) -> int:
@@ -27,7 +28,7 @@ def _chunk(rank: int) -> int:
 def serves(x: Array, b: Array) -> bool:
     """Whether the kernel takes the case: few rows, a rank of at least one tensor core tile, whole columns."""
     rows = x.shape[0] * x.shape[1]
-    return rows <= MOST_ROWS and _chunk(b.shape[0]) >= 16 and b.shape[1] % COLUMNS == 0 and x.dtype == b.dtype
+    return rows <= MOST_ROWS and _chunk(b.shape[0]) >= LEAST_CHUNK and b.shape[1] % COLUMNS == 0 and x.dtype == b.dtype
 
 
 def available() -> bool:
@@ -54,7 +55,8 @@ def gated_lora(
       gate: rows that take the adapter.
       scale: its factor.
       blocks: for each column the block of equally many rows of `b` that holds all that differs from zero, -1 for none;
-        the others are not read. None: all count. Ignored where it changes within a program's columns.
+        the others are not read. None: all count. Ignored where it changes within a program's columns, and where a block
+        has too few rows for a product.
       interpret: run on a CPU.
     """
     parts, B, T, outputs = y.shape
@@ -62,7 +64,9 @@ def gated_lora(
     tiles = None if blocks is None else blocks.reshape(-1, COLUMNS)
     if tiles is not None and (tiles != tiles[:, :1]).any():
         tiles = None
-    used = rank if tiles is None else rank // (tiles.max() + 1)
+    used = rank if tiles is None else rank // max(int(tiles.max()) + 1, 1)
+    if _chunk(used) < LEAST_CHUNK:
+        tiles, used = None, rank
     rows, chunk = max(16, pl.next_power_of_2(R)), _chunk(used)
     starts = jnp.zeros(outputs // COLUMNS, jnp.int32) if tiles is None else jnp.asarray(tiles[:, 0] * used, jnp.int32)
     y, hidden, gate = y.reshape(parts, R, outputs), hidden.reshape(-1, R, rank), gate.reshape(R).astype(jnp.int32)

@@ -1,5 +1,7 @@
 """The adapter's second half as a kernel, against the plain formula."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from jaxspec.models import layers
 from pallas_kernels import device
 from pallas_kernels import gated_lora as kernels
+from tests.kernels.attention_cases import pretend_h200
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -40,6 +43,33 @@ def test_blocks_of_zeros_are_left_out(width):
     given = b if width == 32 else b.at[0, 0].set(jnp.nan)  # outside the block of that column: not read
     found = kernels.gated_lora(y, hidden, given, gate, scale=1.0, blocks=blocks, interpret=True)
     np.testing.assert_allclose(found, y[0] + hidden.sum(0) @ b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("blocks", [(1, 0), (-1, -1)])
+def test_blocks_too_small_for_a_product_are_read_whole(blocks):
+    """Rank 8 of two modules: 16 rows suit a tensor core, the 8 of one module do not."""
+    blocks = np.repeat(blocks, 64)
+    keys = jax.random.split(jax.random.key(2), 3)
+    y, hidden = jax.random.normal(keys[0], (1, 2, 5, 128)), jax.random.normal(keys[1], (2, 2, 5, 16))
+    b = jax.random.normal(keys[2], (16, 128)) * (np.repeat([0, 1], 8)[:, None] == blocks)
+    gate = jnp.ones((2, 5, 1), bool)
+    assert kernels.serves(y[0], b)
+    found = kernels.gated_lora(y, hidden, b, gate, scale=1.0, blocks=blocks, interpret=True)
+    np.testing.assert_allclose(found, y[0] + hidden.sum(0) @ b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rank", "count"), [(8, 2), (5, 16), (16, 3), (16, 1)])
+def test_every_case_that_is_served_lowers_for_cuda(rank, count):
+    rows, columns = rank * count, 64 * count
+    shapes = (2, 1, 8, columns), (2, 1, 8, rows), (rows, columns), (1, 8, 1)
+    types = jnp.float32, jnp.float32, jnp.bfloat16, bool
+    avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, types, strict=True)]
+    assert kernels.serves(jax.ShapeDtypeStruct((1, 8, 64), jnp.bfloat16), avals[2])
+    run = jax.jit(lambda *x: kernels.gated_lora(*x, scale=2.0, blocks=np.repeat(np.arange(count), 64)))
+    with pretend_h200(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Triton.*", DeprecationWarning)
+        text = run.trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 1
 
 
 def test_what_is_not_finite_becomes_nothing():

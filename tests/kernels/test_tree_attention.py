@@ -1,6 +1,5 @@
 """The attention contract: kernels interpreted on the CPU against the float32 reference, and the choice of a back end."""
 
-import contextlib
 import importlib
 import warnings
 
@@ -11,7 +10,7 @@ import pytest
 
 from pallas_kernels import tilings, tree_attention
 from pallas_kernels.tilings import Problem, Tiling
-from tests.kernels.attention_cases import CASES, TOLERANCE, Case, build, in_float32, row_error
+from tests.kernels.attention_cases import CASES, TOLERANCE, Case, build, in_float32, pretend_h200, row_error
 
 entry = importlib.import_module("pallas_kernels.tree_attention")  # the name in the package is the function
 MOSAIC = entry._mosaic()
@@ -110,17 +109,6 @@ def test_mosaic(case, capfd):
     )  # fmt: skip
     assert row_error(got, want) <= TOLERANCE["bfloat16"]
     assert "RACE DETECTED" not in "".join(capfd.readouterr())  # how the interpreter reports one
-
-
-def pretend_h200():
-    """From jax 0.11 on, Pallas' Triton lowering must be told which GPU it lowers for."""
-    try:
-        from jax.sharding import AbstractDevice, AbstractMesh
-
-        device = AbstractDevice("NVIDIA H200", 1, "cuda")
-        return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
-    except ImportError:
-        return contextlib.nullcontext()
 
 
 LLAMA = dict(H=32, K=8, Dk=128, Dv=128, B=1, N=64, lengths=(900,))
