@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,15 @@ def compiler_options() -> dict[str, int]:
 
 
 _COMPILED: dict[Any, Any] = {}
+_COMPILED_LOCK = threading.Lock()
 MAX_COMPILED = 64
 """Programs that are kept; the one that was made first goes first. Each holds memory maps, of which a process has few."""
 
 
 def forget_compiled() -> None:
     """Drops all compiled programs."""
-    _COMPILED.clear()
+    with _COMPILED_LOCK:
+        _COMPILED.clear()
 
 
 def compiled(function, *args, graphs: bool = True, **static) -> tuple[Any, float]:
@@ -68,21 +71,27 @@ def compiled(function, *args, graphs: bool = True, **static) -> tuple[Any, float
 
     Compiling apart from running keeps compile time out of every timing that is reported. `args` are the traced
     arguments, in order, `static` the static ones by name. Without `graphs` a GPU launches every operation by itself, so
-    that a profiler sees it.
+    that a profiler sees it. Threads may ask at once; those that ask for the same program may each compile it.
     """
     leaves, tree = jax.tree.flatten(args)
     shapes = tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
     key = (function, tree, shapes, graphs, tuple(sorted(static.items())))
-    if key in _COMPILED:
-        return _COMPILED[key], 0.0
+    with _COMPILED_LOCK:
+        known = _COMPILED.get(key)
+        if known is not None:
+            return known, 0.0
+        while len(_COMPILED) >= MAX_COMPILED:  # before compiling: a process at its limit of memory maps cannot load another
+            del _COMPILED[next(iter(_COMPILED))]
     start = time.perf_counter()
-    while len(_COMPILED) >= MAX_COMPILED:
-        del _COMPILED[next(iter(_COMPILED))]
     options = compiler_options()
     if options and not graphs:
         options["xla_gpu_graph_min_graph_size"] = 1 << 30
-    _COMPILED[key] = function.lower(*args, **static).compile(options)
-    return _COMPILED[key], time.perf_counter() - start
+    program = function.lower(*args, **static).compile(options)
+    with _COMPILED_LOCK:
+        while len(_COMPILED) >= MAX_COMPILED:  # other threads have added theirs meanwhile
+            del _COMPILED[next(iter(_COMPILED))]
+        _COMPILED[key] = program
+    return program, time.perf_counter() - start
 
 
 def available_bytes() -> int | None:
