@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -20,7 +21,8 @@ CHUNK = 256
 def row_attend(cache, q, k, v, *, scale: float, window: int | None, softcap: float | None) -> tuple[Array, None]:
     """An `jaxspec.models.decoder.Attend` without a cache: rows attend causally to themselves; positions are indices."""
     del cache
-    if fused_attention_works() and q.dtype == jnp.bfloat16 and softcap is None and q.shape[-1] == v.shape[-1] <= 128:
+    plain = softcap is None and q.shape[-1] == v.shape[-1]
+    if plain and suits_cudnn(q) and fused_attention_works(windowed=window is not None):
         span = None if window is None else (window - 1, 0)
         out = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, local_window_size=span, implementation="cudnn")
         return out, None
@@ -33,21 +35,37 @@ def apart(function: Callable[[], T]) -> T:
         return thread.submit(function).result()
 
 
+def suits_cudnn(q: Array) -> bool:
+    """Whether cuDNN's attention takes the type and head size of these queries."""
+    return q.dtype == jnp.bfloat16 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+
+
 @functools.cache
-def fused_attention_works() -> bool:
-    """Whether cuDNN's attention compiles and runs on the default device."""
+def fused_attention_works(windowed: bool) -> bool:
+    """Whether cuDNN's attention and its gradient compile and run on the default device; warns on a GPU where they do not."""
     if jax.default_backend() not in ("gpu", "cuda"):
         return False
+    span = (31, 0) if windowed else None
+
+    def attend(x):
+        return jax.nn.dot_product_attention(x, x, x, is_causal=True, local_window_size=span, implementation="cudnn")
 
     def trial():
-        x = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
-        jax.block_until_ready(jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="cudnn"))
+        value, pull = jax.vjp(attend, jnp.zeros((1, 128, 2, 64), jnp.bfloat16))
+        jax.block_until_ready(pull(value))
 
     try:
         apart(trial)
-    except Exception:  # whatever a missing or old cuDNN raises: there is another way
+    except Exception as error:  # whatever a missing or old cuDNN raises: there is another way
+        warn_of_cudnn("sliding-window attention" if windowed else "attention", error)
         return False
     return True
+
+
+def warn_of_cudnn(what: str, reason: object) -> None:
+    """Says that training goes on with slower code."""
+    reason = f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else reason
+    warnings.warn(f"cuDNN's {what} does not work here, training does without, which is slower ({reason})", stacklevel=3)
 
 
 def unrolled_attend(cache: tuple, q, k, v, *, scale: float, window: int | None, softcap: float | None) -> tuple[Array, tuple]:

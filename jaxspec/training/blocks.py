@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.models.decoder import Attend
-from jaxspec.training.attention import apart
+from jaxspec.training.attention import apart, suits_cudnn, warn_of_cudnn
 
 
 def sample_anchors(key: PRNGKeyArray, allowed: Bool[Array, "B T"], count: int) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
@@ -52,8 +52,8 @@ def block_attend(positions: Int[Array, "B A M"], context: Int[Array, "B A M"], o
         if window is not None:
             far &= positions[..., None] - place < window
             near &= positions[..., :, None] - positions[..., None, :] < window
-        plain = q.dtype == jnp.bfloat16 and softcap is None and q.shape[-1] == v.shape[-1] <= 128
-        if plain and fused_blocks_work():
+        plain = softcap is None and q.shape[-1] == v.shape[-1]
+        if plain and suits_cudnn(q) and fused_blocks_work():
             return fused_blocks(q, k, v, *cache, far, near, scale), cache
         return jax.checkpoint(partial(blocks, scale=scale, softcap=softcap))(q, k, v, *cache, far, near), cache
 
@@ -114,7 +114,10 @@ def fused_blocks(
 
 @cache
 def fused_blocks_work() -> bool:
-    """Whether cuDNN compiles `fused_blocks` and its gradient on the default device, and finds what `blocks` finds."""
+    """Whether cuDNN compiles `fused_blocks` and its gradient on the default device, and finds what `blocks` finds.
+
+    Warns on a GPU where that is not so.
+    """
     return jax.default_backend() in ("gpu", "cuda") and apart(partial(agrees, partial(fused_blocks, scale=TRIAL_SCALE)))
 
 
@@ -136,7 +139,11 @@ def agrees(function) -> bool:
 
     try:
         found = results(function)
-    except Exception:  # whatever a missing or old cuDNN raises: there is another way
+    except Exception as error:  # whatever a missing or old cuDNN raises: there is another way
+        warn_of_cudnn("masked attention", error)
         return False
     plain = results(partial(blocks, scale=TRIAL_SCALE, softcap=None))
-    return all(bool(jnp.allclose(a, b, rtol=0.05, atol=0.05)) for a, b in zip(found, plain, strict=True))
+    same = all(bool(jnp.allclose(a, b, rtol=0.05, atol=0.05)) for a, b in zip(found, plain, strict=True))
+    if not same:
+        warn_of_cudnn("masked attention", "its results differ from those of plain products")
+    return same
