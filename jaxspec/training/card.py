@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import math
@@ -46,6 +47,28 @@ def shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
+def objective_line(name: str, options: Mapping[str, Any]) -> str:
+    """An objective and its own options. Older files hold one text in place of both: its ``repr`` with whole configurations."""
+    if not options and "(" in name:
+        try:
+            call = ast.parse(name, mode="eval").body
+            options = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg not in ("target", "config")}
+        except (SyntaxError, ValueError, AttributeError):
+            options = {}  # the whole text stands in config.json
+        name = name.partition("(")[0]
+    return "; ".join([name, *(f"{key.replace('_', ' ')} {shown(value)}" for key, value in options.items())])
+
+
+def usage(name: str, target: str, algorithm: str) -> list[str]:
+    """Code that drafts with a head: by its algorithm where its folder is called after the target, as heads that ship are."""
+    if name.startswith(f"{target}-"):
+        return [f'print(jaxspec.generate(params, "Why is the sky blue?", algorithm="{algorithm}"))']
+    return [
+        f'draft = jaxspec.load_draft("{name}", params)',
+        'print(jaxspec.generate(params, "Why is the sky blue?", draft=draft))',
+    ]
+
+
 def curve_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
     """Accept length on held-out rows against training tokens, at most `CURVE_POINTS` lines, the first and last among them."""
     if not points:
@@ -77,21 +100,22 @@ def card(folder: Path, results: Sequence[Mapping[str, Any]] = (), command: str |
         raise ConversionError(f"{folder}: its config.json does not say how it was trained, so there is no card to write")
     whole = isinstance(config, ModelConfig)
     algorithm = "STANDALONE" if whole else config.algorithm
-    model, _, name = folder.name.rpartition("-")
     count = sum(math.prod(shape) for shape in flatten(shapes_of(config)).values())
     stored = f"stored as {provenance['quantized']} per channel, " if provenance.get("quantized") else ""
     made_from = training.pop("data", {})
+    target = made_from.get("target") or "TARGET"
+    if "objective" in training:
+        training["objective"] = objective_line(training["objective"], training.pop("objective_options", {}))
     command = training.pop("command", command)
     lines = [
         f"# {folder.name}",
         "",
-        f"A draft for {model or made_from.get('target', 'its target')}: algorithm `{algorithm.lower()}`, {count:,} parameters, "
-        f"{stored}{size(folder) / 1e6:.2f} MB.",
+        f"A draft for {target}: algorithm `{algorithm.lower()}`, {count:,} parameters, {stored}{size(folder) / 1e6:.2f} MB.",
         "",
         "```python",
         "import jaxspec",
-        f'params = jaxspec.load("{model}")',
-        f'print(jaxspec.generate(params, "Why is the sky blue?", algorithm="{algorithm.lower()}"))',
+        f'params = jaxspec.load("{target}")',
+        *usage(folder.name, target, algorithm.lower()),
         "```",
         "",
         "## Recipe",

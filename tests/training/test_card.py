@@ -81,3 +81,19 @@ def test_folders_that_were_not_trained_have_no_card(tmp_path):
     store.write_folder(tmp_path / "x", head.config, head.tree, {})
     with pytest.raises(ConversionError, match="does not say how it was trained"):
         card.card(tmp_path / "x")
+
+
+def test_an_objective_is_shown_by_its_own_options():
+    new = card.objective_line("UnoObjective", {"block": 8, "curriculum_steps": 1500, "taps": [1, 2]})
+    assert new == "UnoObjective; block 8; curriculum steps 1,500; taps 1, 2"
+    old = "UnoObjective(target=ModelConfig(windows=(None,), rope=RopeConfig(theta=1.0)), config=C(rank=5), block=8, ce=0.3)"
+    assert card.objective_line(old, {}) == "UnoObjective; block 8; ce 0.3"
+    assert card.objective_line("UnoObjective(target=<a model>, block=8)", {}) == "UnoObjective"
+
+
+def test_the_code_of_a_card_runs_wherever_the_head_lies(folder, tmp_path):
+    text = card.card(folder)
+    assert 'load("smollm2-135m")' in text and 'algorithm="eagle3"' in text and "load_draft" not in text
+    other = folder.rename(tmp_path / "head")
+    text = card.card(other)
+    assert 'load("smollm2-135m")' in text and 'load_draft("head", params)' in text and "draft=draft" in text
