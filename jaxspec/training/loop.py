@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ import numpy as np
 import optax
 
 from jaxspec import runtime
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.conversion.mapping import flatten
 from jaxspec.models import decoder
 from jaxspec.params import DraftParams, ModelParams
 from jaxspec.training.data import Data, batch_rows
@@ -159,13 +161,18 @@ def train(
       log: receives what happened in words.
 
     Raises:
-      ConfigError: too few rows, or `folder` holds checkpoints of a run with other options.
+      ConfigError: too few rows, a target in float16, a loss that is not finite, or `folder` holds checkpoints of a run with
+        other options or rows.
     """
-    return _Run(objective, target, data, options, folder, log, taps).run(progress, storage)
+    return Run(objective, target, data, options, folder, log, taps).run(progress, storage)
 
 
-class _Run:
-    """One call of `train`: what stays the same over its steps."""
+class Run:
+    """One call of `train`: what stays the same over its steps.
+
+    Raises:
+      ConfigError: fewer rows than a batch has, or a target in float16.
+    """
 
     def __init__(
         self, objective, target, data: Data, options: TrainOptions, folder, log, taps: tuple[int, ...] = (), reader=None
@@ -180,6 +187,8 @@ class _Run:
         self.rows, self.num_rows, self.length = kept, len(kept.tokens), data.tokens.shape[1]
         self.taps = tuple(sorted({*taps, *objective.taps})) if taps else objective.taps
         self.dtype = str(jax.tree.leaves(target.tree["embedder"])[0].dtype)
+        if self.dtype == "float16":
+            raise ConfigError("dtype=float16 has no range for gradients, and losses are not scaled: use bfloat16 or float32")
         self.num_held_out = len(held_out.tokens)
         pairs = ((kept.tokens, held_out.tokens), (kept.supervised, held_out.supervised))
         if reader is None:
@@ -191,9 +200,9 @@ class _Run:
         for name in ("stop_after", "checkpoint_every", "checkpoint_steps", "evaluate_every", "evaluate_steps"):
             del asked[name]
         self.identity = json.loads(json.dumps({
-            "objective": repr(objective), "options": asked, "rows": self.num_rows, "length": self.length, "dtype": self.dtype,
-            "data": data.about,
-        }, sort_keys=True))  # fmt: skip
+            "head": {"objective": type(objective).__name__, **dataclasses.asdict(objective)}, "options": asked,
+            "rows": self.num_rows, "length": self.length, "dtype": self.dtype, "data": data.about, "content": digest(data),
+        }, sort_keys=True, default=repr))  # fmt: skip
 
     def initial(self):
         """(state, constants) before the first step."""
@@ -295,7 +304,19 @@ class _Run:
         if total is None:
             total = self.calibrate(state, constants)
         end = total if options.stop_after is None else min(total, options.stop_after)
-        pending: list[Any] = []
+        pending: list[dict[str, Any]] = []
+
+        def settle() -> None:
+            """Moves what is pending to the losses."""
+            for metrics in pending:
+                losses.append(float(metrics["loss"]))
+                if not np.isfinite([losses[-1], float(metrics["gradient_norm"])]).all():
+                    raise ConfigError(
+                        f"loss {losses[-1]} or gradient {float(metrics['gradient_norm'])} of step {len(losses)} is not finite: "
+                        f"use a smaller learning rate than {options.learning_rate}"
+                    )
+            pending.clear()
+
         tokens_a_step = options.batch * self.length
         last_measured = last_saved = started = time.perf_counter()
         first = number
@@ -305,14 +326,13 @@ class _Run:
             while number < end:
                 state, metrics = self.step(state, constants, number, total)
                 number += 1
-                pending.append(metrics["loss"])
+                pending.append({name: metrics[name] for name in ("loss", "gradient_norm")})
                 if len(pending) >= 2:
                     jax.block_until_ready(pending[-2])  # one step ahead of the device is enough, and time is measured
                 bar.update()
                 now = time.perf_counter()
                 if number == total or self.due(number, now - last_measured, options.evaluate_steps, options.evaluate_every):
-                    losses += [float(x) for x in pending]
-                    pending = []
+                    settle()
                     speed = (number - first) * tokens_a_step / (time.perf_counter() - started)
                     curve.append({
                         "step": number, "tokens": number * tokens_a_step, "seconds": round(time.perf_counter() - self.begin, 2),
@@ -326,18 +346,15 @@ class _Run:
                 if self.folder is not None and (
                     number == end or self.due(number, now - last_saved, options.checkpoint_steps, options.checkpoint_every)
                 ):
-                    losses += [float(x) for x in pending]
-                    pending = []
+                    settle()
                     self.checkpoint(state, number, total, losses, curve)
                     last_saved = time.perf_counter()
                 yield
-        losses += [float(x) for x in pending]
-        if not np.isfinite(losses).all():
-            at = int(np.flatnonzero(~np.isfinite(losses))[0])
-            raise ConfigError(f"the loss was not finite at step {at}: use a smaller learning rate than {options.learning_rate}")
+        settle()
         about = {
             "steps": number, "batch": options.batch, "length": self.length, "tokens": number * tokens_a_step,
-            "learning_rate": options.learning_rate, "seed": options.seed, "objective": repr(self.objective),
+            "learning_rate": options.learning_rate, "seed": options.seed,
+            "objective": type(self.objective).__name__, "objective_options": self.objective.options,
             "seconds": round(time.perf_counter() - self.begin, 1), "device": jax.devices()[0].device_kind,
             "data": self.identity["data"],
             "distinct_tokens": self.num_rows * self.length,
@@ -350,7 +367,11 @@ class _Run:
                 stored = as_stored(state[0], storage)
                 about[f"held_out_accept_length_{storage}"] = self.evaluate(stored, state[1], constants)["accept_length"]
             tree = merge(state[0], constants)
-            draft = DraftParams(tree, self.objective.config, f"trained for {self.target.source}")
+            config, source = self.objective.config, f"trained for {self.target.source}"
+            if isinstance(config, ModelConfig):
+                draft = ModelParams(tree, config, self.target.tokenizer, source=source)
+            else:
+                draft = DraftParams(tree, config, source)
         return Trained(draft, tuple(losses), tuple(curve), about)
 
     @staticmethod
@@ -374,12 +395,26 @@ class _Run:
         """(state, what the checkpoint says of itself); the key follows from the seed."""
         (trainable, moments), about = load_checkpoint(found, state[:2])
         if about["identity"] != self.identity:
-            differing = sorted(k for k in self.identity if about["identity"].get(k) != self.identity[k])
             raise ConfigError(
-                f"{self.folder} holds checkpoints of a run that differs in {', '.join(differing)}: remove that folder, or ask "
-                "for what that run was asked for"
+                f"{self.folder} holds checkpoints of a run that differs in {differing(about['identity'], self.identity)}: "
+                "remove that folder, or ask for what that run was asked for"
             )
         return (trainable, moments, state[2]), about
+
+
+def digest(data: Data) -> str:
+    """Sixteen hexadecimal digits that stand for the rows, and for which of them are held out."""
+    found = hashlib.sha256()
+    for array in (data.tokens, data.supervised, data.temperatures):
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()[:16]
+
+
+def differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """Names of all that differs between two nested dicts, with both values."""
+    theirs, ours = flatten(theirs), flatten(ours)
+    names = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name, "nothing") != ours.get(name, "nothing"))
+    return ", ".join(f"{name} ({theirs.get(name, 'nothing')} there, {ours.get(name, 'nothing')} asked for)" for name in names)
 
 
 def remove_checkpoints(folder: Path) -> None:

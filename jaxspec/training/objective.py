@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -58,6 +59,12 @@ class Objective:
         """Which features of the target `View.features` holds."""
         return ()
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The objective's own options by name, without both configurations."""
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ("target", "config")]
+        return {name: getattr(self, name) for name in names}
+
     def init(self, key: jax.Array, target_tree: Any, token_counts: Int[Array, " V"]) -> tuple[dict, dict]:
         """Where training starts: from the target's own weights as far as they fit.
 
@@ -83,7 +90,8 @@ class Objective:
         Returns:
           (loss, metrics). ``metrics["accept"]`` [depth] is the share of supervised anchors at which drafts 1 … d all equal
           the target's most likely tokens, given the text so far; 1 + its sum estimates the greedy accept length of a chain.
-          All other metrics are scalars.
+          A token of the target's own that stands in front of the drafts of every round (UNO's exact row) counts in neither:
+          such a round emits one token more. All other metrics are scalars.
         """
         raise NotImplementedError
 

@@ -15,30 +15,44 @@ from jaxspec.config import ConfigError
 from jaxspec.conversion import quantize as storage
 from jaxspec.conversion import store
 from jaxspec.conversion.mapping import flatten, unflatten
-from jaxspec.conversion.pipeline import fresh_folder
-from jaxspec.params import DraftParams
+from jaxspec.conversion.pipeline import fresh_folder, parse_dtype
+from jaxspec.params import DraftParams, ModelParams
 from jaxspec.training.objective import cast
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What `train` gives: the head (None where it was stopped before the end), its loss by step, the curve of measurements."""
+    """What `train` gives.
 
-    draft: DraftParams | None
+    Attributes:
+      draft: the head, or a whole model where the objective trains one; None where training was stopped before its end.
+      losses: by step.
+      curve: the measurements.
+      about: how it was trained, JSON types.
+    """
+
+    draft: DraftParams | ModelParams | None
     losses: tuple[float, ...]
     curve: tuple[dict[str, Any], ...]
     about: dict[str, Any]
 
 
-def as_stored(tree: Any, method: str) -> Any:
-    """The parameters as they come back from a folder that was written with that method (`jaxspec.conversion.quantize`)."""
+def as_stored(tree: Any, method: str, dtype: str | None = "bfloat16") -> Any:
+    """The parameters as they come back from a folder, in the types that they have here.
+
+    Args:
+      tree: the parameters.
+      method: how they are stored (`jaxspec.conversion.quantize`).
+      dtype: type in which they are stored, and from which they are rounded; see `write_head`.
+    """
     storage.check_method(method)
+    kind = parse_dtype(dtype)
 
     def stored(path: str, x):
-        array = np.asarray(x)
-        if not storage.is_quantized(path, array.shape, array.dtype):
-            return x
-        return jnp.asarray(storage.dequantize(*storage.quantize(path, array)))
+        array = np.asarray(x if kind is None else cast(x, kind))
+        if storage.is_quantized(path, array.shape, array.dtype):
+            array = storage.dequantize(*storage.quantize(path, array))
+        return jnp.asarray(array, x.dtype)
 
     return unflatten({path: stored(path, x) for path, x in flatten(tree).items()})
 
@@ -64,18 +78,19 @@ def write_head(
     Args:
       trained: what `train` gave.
       out: the folder.
-      dtype: type in which parameters are stored.
+      dtype: float32, float16 or bfloat16, in which parameters are stored; None: as they are.
       quantize: "int8" for eight bits per weight (`jaxspec.conversion.quantize`).
       force: replace `out`.
       tokenizer: `TokenizerFiles` that a head which is a whole model needs.
 
     Raises:
-      ConversionError: `out` exists and not `force`.
+      ConversionError: `out` exists and not `force`; another `dtype` than these.
       ConfigError: training was stopped before its end.
     """
     if trained.draft is None:
         raise ConfigError("training was stopped before its end: there is no head to write yet")
-    tree = trained.draft.tree if dtype is None else cast(trained.draft.tree, jnp.dtype(dtype))
+    kind = parse_dtype(dtype)
+    tree = trained.draft.tree if kind is None else cast(trained.draft.tree, kind)
     with fresh_folder(out, force, Path(os.devnull)) as folder:
         provenance = {"format": "trained by jaxspec", "training": trained.about}
         store.write_folder(folder, trained.draft.config, tree, provenance, quantize=quantize)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxspec.config import ConfigError
 from jaxspec.params import ModelParams
 from jaxspec.training.data import Data
-from jaxspec.training.loop import CALIBRATION_STEPS, LAST_STEP, TrainOptions, _Run
+from jaxspec.training.loop import CALIBRATION_STEPS, LAST_STEP, Run, TrainOptions
 from jaxspec.training.objective import Objective
 from jaxspec.training.output import Trained
 
@@ -30,7 +30,7 @@ def train_together(
     storage: str | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Trained | Exception]:
-    """Trains heads step by step in turn: all see the same rows at the same step.
+    """Trains heads step by step in turn. All see the same rows at the same step, and the target reads these once for all.
 
     Their programs are compiled on threads of their own, at the same time.
 
@@ -40,7 +40,8 @@ def train_together(
       data: rows.
       options: how each head is trained; batch, seed and held-out rows must agree. Without `minutes`, so must `steps`.
       minutes: time for all of it, compilation included: the number of steps follows.
-      every: heads that take part in every n-th turn only, and so make fewer steps; 1 where nothing is said.
+      every: heads that take part in every n-th turn only; 1 where nothing is said. Such a head still sees the rows of its own
+        step, so that the target may read twice in a turn. With `minutes` it makes fewer steps; else it only ends later.
       storage: see `jaxspec.training.loop.train`.
       log: receives what happened in words.
 
@@ -48,17 +49,22 @@ def train_together(
       What `train` gives, by name; for a head that failed, what it raised. The others go on.
 
     Raises:
-      ConfigError: options that must agree do not.
+      ConfigError: no heads, options that must agree and do not, or an `every` below 1.
     """
     begin = time.perf_counter()
+    if not objectives:
+        raise ConfigError("objectives names no head to train")
+    every = {name: (every or {}).get(name, 1) for name in objectives}
+    if min(every.values()) < 1:
+        raise ConfigError(f"every={every} must be 1 or more for each head")
     shared = {(o.batch, o.seed, o.held_out, None if minutes else o.steps) for o in options.values()}
     if len(shared) > 1:
         raise ConfigError(f"heads that are trained together need one batch, seed, held_out and steps, got {sorted(shared)}")
     taps = tuple(sorted({tap for objective in objectives.values() for tap in objective.taps}))
-    runs: dict[str, _Run] = {}
+    runs: dict[str, Run] = {}
     for name, objective in objectives.items():
         reader = next((run.reader for run in runs.values()), None)
-        runs[name] = _Run(objective, target, data, options[name], None, lambda text, n=name: log(f"{n}: {text}"), taps, reader)
+        runs[name] = Run(objective, target, data, options[name], None, lambda text, n=name: log(f"{n}: {text}"), taps, reader)
     done: dict[str, Trained | Exception] = {}
 
     def fail(name: str, error: Exception) -> None:
@@ -66,13 +72,13 @@ def train_together(
         done[name] = error
         runs.pop(name)
 
-    def warm(run: _Run) -> float:
+    def warm(run: Run) -> float:
         start = time.perf_counter()
         run.start = run.initial()
         jax.block_until_ready(spend(run, 1))
         return time.perf_counter() - start
 
-    def spend(run: _Run, steps: int):
+    def spend(run: Run, steps: int):
         """Steps on a copy of the state, thrown away."""
         (state, constants), metrics = run.start, {}
         state = jax.tree.map(jnp.copy, state)
@@ -80,7 +86,6 @@ def train_together(
             state, metrics = run.step(state, constants, number, LAST_STEP)
         return metrics["loss"]
 
-    every = {name: (every or {}).get(name, 1) for name in runs}
     first = next(iter(runs.values()))
     first.reader(first.rows_of(0))  # the target's own program before the threads ask for it all at once
     with ThreadPoolExecutor(len(runs)) as pool:

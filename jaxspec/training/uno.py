@@ -153,7 +153,11 @@ class UnoObjective(Objective):
         return jax.tree_util.tree_map_with_path(masked, params)
 
     def loss(self, params: dict, view: View, key: jax.Array, step: Int[Array, ""]) -> tuple[Float[Array, ""], dict]:
-        """The loss of one batch; metrics: "accept" (of the noise rows, behind the exact token), "tv", "block"."""
+        """The loss of one batch; metrics: "accept", "tv", "block".
+
+        "accept" is that of the noise rows alone: the exact token in front of them, which a round emits in any case, is not
+        counted, so that a round emits about 2 + its sum, not 1 + its sum as for other heads.
+        """
         A, M, (B, T) = self.anchors, self.block - 1, view.tokens.shape
         seed_key, noise_key = jax.random.split(key)
         size = self.block_size(step)

@@ -1,5 +1,6 @@
 """The training loop: losses that fall, interruptions that change nothing, heads that load and draft, budgets that are kept."""
 
+import dataclasses
 import functools
 import json
 
@@ -13,10 +14,10 @@ from jaxspec import train as command
 from jaxspec.config import ConfigError
 from jaxspec.conversion.errors import ConversionError
 from jaxspec.models.forward import forward
-from jaxspec.training import eagle3, heads, loop, state
+from jaxspec.training import eagle3, heads, loop, standalone, state
 from jaxspec.training.loop import TrainOptions, learning_rate_at, train
-from jaxspec.training.objective import merge
-from jaxspec.training.output import write_head
+from jaxspec.training.objective import cast, merge
+from jaxspec.training.output import as_stored, write_head
 from jaxspec.training.synthesis import SynthesisOptions, synthesise
 from tests import tiny
 
@@ -73,14 +74,14 @@ def test_stopping_and_going_on_changes_no_loss(tmp_path):
 
 def test_a_crash_between_checkpoints_changes_no_loss(tmp_path, monkeypatch):
     """The seventh step never happens: the run goes on behind the checkpoint of step 4 and does steps 5 and 6 again."""
-    step = loop._Run.step
+    step = loop.Run.step
 
     def crash(self, state, constants, number, total):
         if number == 6:
             raise KeyboardInterrupt
         return step(self, state, constants, number, total)
 
-    monkeypatch.setattr(loop._Run, "step", crash)
+    monkeypatch.setattr(loop.Run, "step", crash)
     with pytest.raises(KeyboardInterrupt):
         train(objective(), tiny.target(), data(), options(), folder=tmp_path, progress=False)
     monkeypatch.undo()
@@ -94,8 +95,20 @@ def test_a_crash_between_checkpoints_changes_no_loss(tmp_path, monkeypatch):
 def test_another_run_does_not_go_on_from_a_foreign_checkpoint(tmp_path):
     train(objective(), tiny.target(), data(), options(stop_after=2), folder=tmp_path, progress=False)
     for changed, where in ((objective(decay=0.5), options()), (objective(), options(learning_rate=1e-3))):
-        with pytest.raises(ConfigError, match="differs in (objective|options)"):
+        wanted = r"head/decay \(0.8 there, 0.5 asked for\)|options/learning_rate \(0.003 there, 0.001 asked for\)"
+        with pytest.raises(ConfigError, match=f"differs in ({wanted}): "):
             train(changed, tiny.target(), data(), where, folder=tmp_path, progress=False)
+
+
+@pytest.mark.parametrize("name", ["tokens", "supervised"])
+def test_other_rows_of_the_same_shape_are_noticed(tmp_path, name):
+    """Each time one entry differs, which no count and no seed shows."""
+    train(objective(), tiny.target(), data(), options(stop_after=2), folder=tmp_path, progress=False)
+    array = getattr(data(), name).copy()
+    array[3, 5] = not array[3, 5] if name == "supervised" else (array[3, 5] + 1) % tiny.VOCAB
+    changed = dataclasses.replace(data(), **{name: array})
+    with pytest.raises(ConfigError, match=r"differs in content \("):
+        train(objective(), tiny.target(), changed, options(), folder=tmp_path, progress=False)
 
 
 def test_the_seed_decides_the_run():
@@ -120,11 +133,11 @@ def test_the_learning_rate_rises_and_falls():
 
 def test_a_time_budget_gives_the_number_of_steps(monkeypatch):
     notes = []
-    monkeypatch.setattr(loop._Run, "calibrate", lambda self, *_: 3)
+    monkeypatch.setattr(loop.Run, "calibrate", lambda self, *_: 3)
     done = train(objective(), tiny.target(), data(), options(steps=None, minutes=1.0), progress=False)
     assert len(done.losses) == 3 and done.about["steps"] == 3
     monkeypatch.undo()
-    run = loop._Run(objective(), tiny.target(), data(), options(steps=None, minutes=0.5), None, notes.append)
+    run = loop.Run(objective(), tiny.target(), data(), options(steps=None, minutes=0.5), None, notes.append)
     made, constants = run.initial()
     before = jax.tree.map(np.asarray, made[0])
     assert run.calibrate(made, constants) > 3 and "ms a step" in notes[0]
@@ -147,6 +160,56 @@ def test_a_loss_that_is_not_finite_ends_the_run():
         train(objective(), tiny.target(), data(), options(learning_rate=1e30), progress=False)
 
 
+def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
+    """Checkpoints are due behind steps 4 and 8; the sixth step finds no finite loss."""
+    step = loop.Run.step
+
+    def broken(self, state, constants, number, total):
+        state, metrics = step(self, state, constants, number, total)
+        return state, metrics | ({"loss": jnp.nan} if number == 5 else {})
+
+    monkeypatch.setattr(loop.Run, "step", broken)
+    with pytest.raises(ConfigError, match="of step 6 is not finite"):
+        train(objective(), tiny.target(), data(), options(evaluate_steps=20), folder=tmp_path, progress=False)
+    assert [p.name for p in tmp_path.glob("step_*")] == ["step_4"]
+
+
+def test_half_precision_without_range_is_refused():
+    target = tiny.target()
+    half = jaxspec.ModelParams(cast(target.tree, jnp.float16), target.config)
+    with pytest.raises(ConfigError, match="dtype=float16 .* use bfloat16 or float32"):
+        train(objective(), half, data(), options(), progress=False)
+
+
+def test_a_trained_model_drafts_before_and_after_it_is_written(tmp_path):
+    """A draft that is a whole model brings the target's tokenizer (here none)."""
+    target = tiny.target()
+    made = standalone.build(target.config, layers=1, hidden=16)
+    trained = train(made, target, data(), options(steps=2), progress=False)
+    assert isinstance(trained.draft, jaxspec.ModelParams) and trained.draft.tokenizer is target.tokenizer
+    plain = jaxspec.generate(target, [1, 2, 3], algorithm="none", max_new_tokens=8)
+    written = jaxspec.load_draft(write_head(trained, tmp_path / "model", dtype="float32"), target)
+    leaves_equal(written.tree, trained.draft.tree)
+    for draft in (trained.draft, written):
+        assert jaxspec.generate(target, [1, 2, 3], draft=draft, max_new_tokens=8).tokens == plain.tokens
+
+
+def test_what_is_measured_as_stored_is_what_is_stored(tmp_path):
+    """Rounded to the type of the folder first, then to eight bits."""
+    folder = write_head(whole(), tmp_path / "head", quantize="int8")
+    stored = as_stored(whole().draft.tree, "int8")
+    assert all(x.dtype == y.dtype for x, y in zip(*map(jax.tree.leaves, (stored, whole().draft.tree)), strict=True))
+    read = jaxspec.load_draft(folder, tiny.target(), dtype="float32")
+    leaves_equal(read.tree, stored)
+
+
+def test_a_type_to_store_in_is_checked(tmp_path):
+    for dtype in ("int8", "bfloat"):
+        with pytest.raises(ConversionError, match="dtype='.*' is not one of float32, float16, bfloat16"):
+            write_head(whole(), tmp_path / "head", dtype=dtype)
+    assert not (tmp_path / "head").exists()
+
+
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_a_trained_head_is_a_folder_that_drafts(tmp_path, quantize):
     folder = write_head(whole(), tmp_path / "head", dtype="float32", quantize=quantize)
@@ -154,6 +217,7 @@ def test_a_trained_head_is_a_folder_that_drafts(tmp_path, quantize):
     assert len((folder / "training.jsonl").read_text().splitlines()) == 4
     about = json.loads((folder / "config.json").read_text())["provenance"]["training"]
     assert about["steps"] == 12 and about["seed"] == 0 and about["data"]["seed"] == 0
+    assert about["objective"] == "Eagle3Objective" and about["objective_options"]["decay"] == 0.8
     draft = jaxspec.load_draft(folder, tiny.target())
     if quantize is None:
         leaves_equal(draft.tree, whole().draft.tree)

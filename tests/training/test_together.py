@@ -53,3 +53,14 @@ def test_a_head_may_take_part_in_fewer_turns():
 def test_options_must_agree():
     with pytest.raises(ConfigError, match="one batch, seed, held_out and steps"):
         train_together(objectives(), tiny.target(), data(), {"eagle": options(), "mtp": options(batch=2)})
+    with pytest.raises(ConfigError, match="no head"):
+        train_together({}, tiny.target(), data(), {})
+    with pytest.raises(ConfigError, match="1 or more"):
+        train_together(objectives(), tiny.target(), data(), dict.fromkeys(objectives(), options()), every={"mtp": 0})
+
+
+def test_without_a_time_budget_every_head_makes_all_its_steps():
+    given = dict.fromkeys(objectives(), options())
+    both = train_together(objectives(), tiny.target(), data(), given, every={"mtp": 3})
+    alone = train(objectives()["mtp"], tiny.target(), data(), options(), progress=False)
+    np.testing.assert_allclose(both["mtp"].losses, alone.losses, rtol=1e-5)  # the rows of its own steps
