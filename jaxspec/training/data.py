@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,13 +45,24 @@ class Data:
         return np.bincount(self.tokens[self.supervised], minlength=vocab_size).astype(np.int32)
 
     def split(self, held_out: int) -> tuple[Data, Data]:
-        """(rows to train on, `held_out` rows to measure on), the latter with greedy answers as far as there are such."""
-        if not 0 < held_out < len(self.tokens):
-            raise ConfigError(f"{held_out} rows cannot be held out of {len(self.tokens)}: synthesise more tokens")
-        order = np.argsort(self.temperatures, kind="stable")
-        apart = np.zeros(len(self.tokens), bool)
+        """(rows to train on, `held_out` rows to measure on), the latter with greedy answers as far as there are such.
+
+        No two of all these rows are equal: of equal ones the first counts.
+        """
+        rows = self.distinct()
+        if not 0 < held_out < len(rows.tokens):
+            raise ConfigError(f"{held_out} rows cannot be held out of {len(rows.tokens)} different ones: use more tokens")
+        order = np.argsort(rows.temperatures, kind="stable")
+        apart = np.zeros(len(rows.tokens), bool)
         apart[order[:held_out]] = True
-        return self.take(~apart), self.take(apart)
+        return rows.take(~apart), rows.take(apart)
+
+    def distinct(self) -> Data:
+        """The rows without those that are equal to an earlier one."""
+        if not self.tokens.size:
+            return self
+        whole = np.ascontiguousarray(self.tokens).view(np.dtype((np.void, self.tokens.itemsize * self.tokens.shape[1])))
+        return self.take(np.sort(np.unique(whole[:, 0], return_index=True)[1]))
 
     def take(self, rows: np.ndarray) -> Data:
         """Some of the rows."""
@@ -63,26 +74,35 @@ class Data:
         """Writes one ``.npz`` under a temporary name, then renames it."""
         small = np.uint16 if self.tokens.max(initial=0) < 1 << 16 else np.int32
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
-        with os.fdopen(handle, "wb") as out:
-            np.savez(
-                out, tokens=self.tokens.astype(small), supervised=np.packbits(self.supervised, axis=1),
-                temperatures=self.temperatures, about=np.array(json.dumps(self.about)),
-            )  # fmt: skip
-        os.replace(name, file)
+        temporary = file.with_name(f".{file.name}-{os.getpid()}")
+        try:
+            with temporary.open("wb") as out:
+                np.savez(
+                    out, tokens=self.tokens.astype(small), supervised=np.packbits(self.supervised, axis=1),
+                    temperatures=self.temperatures, about=np.array(json.dumps(self.about)),
+                )  # fmt: skip
+            os.replace(temporary, file)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def load(file: Path) -> Data:
     """What `Data.save` wrote.
 
-    Raises ConfigError when the file is something else.
+    Raises ConfigError when the file is something else, or damaged.
     """
     try:
-        with np.load(file, allow_pickle=False) as stored:
+        stored = np.load(file, allow_pickle=False)
+        if not isinstance(stored, np.lib.npyio.NpzFile):
+            raise ValueError("it is a single array")
+        with stored:
             tokens = stored["tokens"].astype(np.int32)
             supervised = np.unpackbits(stored["supervised"], axis=1, count=tokens.shape[1]).astype(bool)
-            return Data(tokens, supervised, stored["temperatures"], json.loads(str(stored["about"])))
-    except (ValueError, KeyError, OSError) as error:
+            found = Data(tokens, supervised, stored["temperatures"], json.loads(str(stored["about"])))
+        if not (tokens.shape == supervised.shape and found.temperatures.shape == tokens.shape[:1] and tokens.size):
+            raise ValueError(f"shapes {tokens.shape}, {supervised.shape}, {found.temperatures.shape} do not fit")
+        return found
+    except (ValueError, KeyError, IndexError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise ConfigError(
             f"{file} does not hold training rows as `python -m jaxspec.train data` writes them: {error}"
         ) from None
@@ -103,7 +123,7 @@ def read_jsonl(file: str | Path) -> Iterator[list[str]]:
 
     Raises ConfigError naming the line that has neither.
     """
-    text = Path(file).read_text(encoding="utf-8")
+    text = Path(file).expanduser().read_text(encoding="utf-8")
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a text may hold U+2028
         if not line.strip():
             continue

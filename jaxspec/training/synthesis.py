@@ -7,6 +7,9 @@ prompt), or from sampling, as a user or as an answer. Rows are full: there is no
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +28,9 @@ from jaxspec.training.data import Data, distinct_share, overlapping
 from jaxspec.training.dialogue import OPENERS, Script, script_of
 
 ANSWER, USER = 0, 1
+
+Start = list[tuple[tuple[int, ...], int]]
+"""How a row begins: scripted pieces, (token ids, who speaks behind them) each."""
 
 
 @dataclass(frozen=True)
@@ -90,24 +96,37 @@ class RowState(NamedTuple):
     script: Array
 
 
-def make_pieces(starts: Sequence[Sequence[tuple[Sequence[int], int]]], script: Script, length: int) -> Pieces:
-    """Pieces of all rows: each row's own (tokens, speaker behind them), then the script's two.
+def make_pieces(starts: Sequence[Start], script: Script, own: int, width: int) -> Pieces:
+    """Pieces of some rows: each row's own, then the script's two.
 
-    Raises ConfigError when a row begins with more tokens than it holds.
+    Args:
+      starts: how each row begins.
+      script: what stands between turns.
+      own: most pieces of any row, these or others: all batches have one shape, so that one program serves them all.
+      width: tokens of the longest piece of any row; what is beyond is cut, so `width` may be a row's length at most.
     """
     after_answer = (script.close[1:], USER) if script.dialogue else (script.close, ANSWER)
-    own = max(len(row) for row in starts)
     table = [[*row, *[((), ANSWER)] * (own - len(row)), (script.middle[1:], ANSWER), after_answer] for row in starts]
-    longest = max(len(tokens) for row in table for tokens, _ in row)
-    if max(len(row[0][0]) for row in table) >= length:
-        raise ConfigError(f"a row of {length} tokens has no room behind a prompt of {longest} tokens: use a larger length")
-    tokens = np.zeros((len(table), own + 2, max(longest, 1)), np.int32)
+    tokens = np.zeros((len(table), own + 2, width), np.int32)
     for b, row in enumerate(table):
         for q, (ids, _) in enumerate(row):
-            tokens[b, q, : len(ids)] = ids
+            tokens[b, q, : len(ids)] = ids[:width]
     sizes = np.array([[len(ids) for ids, _ in row] for row in table], np.int32)
     then = np.array([[speaker for _, speaker in row] for row in table], np.int32)
     return Pieces(tokens, sizes, then, np.array([len(row) for row in starts], np.int32))
+
+
+def widths(plan: Sequence[Sequence[Start]], script: Script, length: int) -> tuple[int, int]:
+    """(most pieces of a row, tokens of the longest piece as far as a row holds them): what `make_pieces` wants to know.
+
+    Raises ConfigError when a row begins with more tokens than it holds.
+    """
+    starts = [start for batch in plan for start in batch]
+    first = max(len(start[0][0]) for start in starts)
+    if first >= length:
+        raise ConfigError(f"a row of {length} tokens has no room behind the {first} that it begins with: use a larger length")
+    longest = max(len(ids) for start in starts for ids, _ in start)
+    return max(map(len, starts)), max(1, min(length, max(longest, len(script.middle) - 1, len(script.close))))
 
 
 def advance(
@@ -215,29 +234,49 @@ def plan_rows(
     config: ModelConfig,
     options: SynthesisOptions,
     prompts: Sequence[Sequence[str]] | None,
-    batch: int,
-) -> list[list[tuple[Sequence[int], int]]]:
-    """How each row of batch number `batch` begins: its scripted pieces."""
-    random = np.random.default_rng((options.seed, batch))
+    batches: int,
+) -> list[list[Start]]:
+    """How every row of every batch begins.
+
+    Raises ConfigError when there are no prompts, or one does not fit into a row.
+    """
     if prompts is not None:
-        return [scripted(prompts[(batch * options.rows + i) % len(prompts)], script, tokenizer) for i in range(options.rows)]
-    if tokenizer is None:
-        return [[(random.integers(0, config.vocab_size, 4).tolist(), ANSWER)] for _ in range(options.rows)]
-    if not script.dialogue:
-        return [[(script.prefix or script.close, ANSWER)] for _ in range(options.rows)]
-    openers = [tokenizer.encode(text, add_special_tokens=False) for text in OPENERS]
-    rows = []
-    for _ in range(options.rows):
-        opened = random.random() < options.opener_share
-        rows.append([(script.prefix + tuple(openers[random.integers(len(openers))] if opened else ()), USER)])
-    return rows
+        dialogues = [scripted(turns, script, tokenizer) for turns in prompts]
+        if not dialogues:
+            raise ConfigError("there are no prompts: pass at least one, or none at all for a target that is the user, too")
+        for number, start in enumerate(dialogues, 1):
+            if len(start[0][0]) >= options.length:
+                raise ConfigError(
+                    f"prompt {number} takes {len(start[0][0])} tokens with what the template puts around it, and a row of "
+                    f"{options.length} has no room behind it: use a larger length, or leave that prompt out"
+                )
+        rows = [dialogues[i % len(dialogues)] for i in range(batches * options.rows)]
+        return [rows[i : i + options.rows] for i in range(0, len(rows), options.rows)]
+    openers = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in OPENERS] if script.dialogue else []
+    size = config.vocab_size if tokenizer is None else min(config.vocab_size, len(tokenizer.vocab))
+
+    def start(random: np.random.Generator) -> Start:
+        if script.dialogue:
+            opened = random.random() < options.opener_share
+            return [(script.prefix + (openers[random.integers(len(openers))] if opened else ()), USER)]
+        # random ids: rows that begin alike would be alike, the greedy ones in every token
+        prefix = () if tokenizer is None else script.prefix or script.close
+        return [(prefix + tuple(random.integers(0, size, 4 if tokenizer is None else 2).tolist()), ANSWER)]
+
+    generators = [np.random.default_rng((options.seed, batch)) for batch in range(batches)]
+    return [[start(random) for _ in range(options.rows)] for random in generators]
 
 
-def scripted(turns: Sequence[str], script: Script, tokenizer) -> list[tuple[Sequence[int], int]]:
+def scripted(turns: Sequence[str], script: Script, tokenizer) -> Start:
     """A given dialogue's pieces: its users' turns with what the template puts around them."""
     spoken = [tuple(tokenizer.encode(turn, add_special_tokens=False)) for turn in turns]
     first = ((*script.prefix, *spoken[0], *script.middle), ANSWER)
     return [first, *(((*script.close[1:], *words, *script.middle), ANSWER) for words in spoken[1:])]
+
+
+def digest(texts: Any) -> str:
+    """A short digest of JSON types."""
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:12]
 
 
 def synthesise(
@@ -249,7 +288,7 @@ def synthesise(
     progress: bool = True,
     log: Callable[[str], None] | None = None,
 ) -> Data:
-    """Rows that the target writes.
+    """Rows that the target writes, no two of them equal.
 
     Args:
       target: its `ModelParams`; without a tokenizer rows begin with random ids, without a chat template they are one text.
@@ -271,13 +310,14 @@ def synthesise(
         raise ConfigError("prompts are texts: the target needs a tokenizer")
     script = script_of(tokenizer, config)
     batches = -(-options.tokens // (options.length * options.rows))
-    parts, program, seconds, compiling, repeating = [], None, 0.0, 0.0, 0
+    plan = plan_rows(script, tokenizer, config, options, prompts, batches)
+    shape = widths(plan, script, options.length)
+    parts, seconds, compiling, overlaps, repeating = [], 0.0, 0.0, 0, 0
     with tqdm(
         total=batches * options.rows * options.length, unit="tok", unit_scale=True, desc="data", disable=not progress
     ) as bar:
-        for batch in range(batches):
-            starts = plan_rows(script, tokenizer, config, options, prompts, batch)
-            pieces = make_pieces(starts, script, options.length)
+        for batch, starts in enumerate(plan):
+            pieces = make_pieces(starts, script, *shape)
             heat = np.random.default_rng((options.seed, batch, 1)).choice(options.temperatures, options.rows)
             arguments = (target.tree, pieces, heat.astype(np.float32), jax.random.fold_in(jax.random.key(options.seed), batch))
             program, spent = runtime.compiled(write_rows, *arguments, config=config, script=script, options=options)
@@ -287,28 +327,33 @@ def synthesise(
             seconds += time.perf_counter() - start
             clear = ~overlapping(tokens, exclude) if exclude else np.ones(len(tokens), bool)
             kept = clear & (distinct_share(tokens) >= options.least_distinct) if script.dialogue else clear
+            overlaps += int(np.sum(~clear))
             repeating += int(np.sum(clear & ~kept))
             parts.append((tokens[kept], supervised[kept], heat.astype(np.float32)[kept]))
             bar.update(tokens.size)
     made = batches * options.rows
-    tokens, supervised, temperatures = (np.concatenate(part) for part in zip(*parts, strict=True))
-    if not len(tokens):
+    arrays = [np.concatenate(part) for part in zip(*parts, strict=True)]
+    if not len(arrays[0]):
         raise ConfigError(
-            f"none of {made} rows is left: {repeating} repeat themselves (least_distinct={options.least_distinct}), the others "
+            f"none of {made} rows is left: {repeating} repeat themselves (least_distinct={options.least_distinct}), {overlaps} "
             "overlap with the excluded prompts"
-        )
-    overlaps = made - len(tokens) - repeating
-    if log is not None:
-        speed = made * options.length / seconds
-        log(
-            f"data: {tokens.size:,} tokens, {supervised.mean():.0%} of them answers, {speed:,.0f} tokens/s, compiled in "
-            f"{compiling:.1f} s; of {made} rows dropped: {overlaps} for an overlap with excluded prompts, {repeating} that "
-            "repeat themselves"
         )
     about = {
         "target": target.source, "seed": options.seed, "temperatures": list(options.temperatures), "rows_written": made,
         "rows_dropped_for_overlap": overlaps, "rows_dropped_for_repetition": repeating,
         "prompts": "self-synthesised" if prompts is None else "given",
-        "answers": float(supervised.mean()),
+        "options": {k: v for k, v in dataclasses.asdict(options).items() if k not in ("seed", "temperatures")},
     }  # fmt: skip
-    return Data(tokens, supervised, temperatures, about)
+    if prompts is not None:
+        about["prompts_digest"] = digest([list(turns) for turns in prompts])
+    rows = Data(*arrays, about).distinct()
+    copies = len(arrays[0]) - len(rows.tokens)
+    about |= {"rows_dropped_as_copies": copies, "answers": float(rows.supervised.mean())}
+    if log is not None:
+        speed = made * options.length / seconds
+        log(
+            f"data: {rows.num_tokens:,} tokens, {about['answers']:.0%} of them answers, {speed:,.0f} tokens/s, compiled in "
+            f"{compiling:.1f} s; of {made} rows dropped: {overlaps} for an overlap with excluded prompts, {repeating} that "
+            f"repeat themselves, {copies} that are equal to another one"
+        )
+    return rows

@@ -1,6 +1,7 @@
 """Training rows: order, storage, splitting, and overlaps with evaluation prompts."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -46,10 +47,28 @@ def test_a_file_gives_back_the_rows(tmp_path, largest):
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["rows.npz"]
 
 
+def test_a_file_has_the_usual_mode_and_an_error_leaves_nothing(tmp_path):
+    made = rows()
+    (tmp_path / "plain").touch()
+    made.save(tmp_path / "rows.npz")
+    assert (tmp_path / "rows.npz").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    before = (tmp_path / "rows.npz").read_bytes()
+    with pytest.raises(TypeError):
+        data.Data(made.tokens, made.supervised, made.temperatures, {"no JSON": object()}).save(tmp_path / "rows.npz")
+    assert sorted(os.listdir(tmp_path)) == ["plain", "rows.npz"] and (tmp_path / "rows.npz").read_bytes() == before
+
+
 def test_another_file_is_refused(tmp_path):
+    rows().save(tmp_path / "good.npz")
     np.savez(tmp_path / "other.npz", tokens=np.zeros((1, 1)))
+    np.save(tmp_path / "array.npy", np.zeros((2, 3)))
     (tmp_path / "text.npz").write_text("no archive")
-    for name in ("other.npz", "text.npz"):
+    (tmp_path / "empty.npz").touch()
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "good.npz").read_bytes()[:-40])
+    made = rows()
+    Data(made.tokens, made.supervised, made.temperatures[:-1], {}).save(tmp_path / "short.npz")
+    made.take(slice(0)).save(tmp_path / "none.npz")
+    for name in ("other.npz", "array.npy", "text.npz", "empty.npz", "cut.npz", "short.npz", "none.npz", "absent.npz"):
         with pytest.raises(ConfigError, match=name):
             data.load(tmp_path / name)
 
@@ -62,6 +81,19 @@ def test_greedy_rows_are_held_out_first():
     assert together == {row.tobytes() for row in made.tokens}
     with pytest.raises(ConfigError, match="held out"):
         made.split(40)
+
+
+def test_rows_that_are_equal_count_once():
+    made = rows(20)
+    twice = made.take(np.array([3, 0, 1, 2, 3, 4, 5, 6, 3, 7, 0]))
+    found = twice.distinct()
+    np.testing.assert_array_equal(found.tokens, made.tokens[[3, 0, 1, 2, 4, 5, 6, 7]])
+    np.testing.assert_array_equal(found.temperatures, made.temperatures[[3, 0, 1, 2, 4, 5, 6, 7]])
+    kept, held_out = twice.split(4)
+    assert len(kept.tokens) == len(held_out.tokens) == 4
+    assert not {row.tobytes() for row in kept.tokens} & {row.tobytes() for row in held_out.tokens}
+    with pytest.raises(ConfigError, match="8 different"):
+        twice.split(8)
 
 
 def test_counts_are_those_of_answers():

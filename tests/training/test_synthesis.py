@@ -12,6 +12,7 @@ import jaxspec
 from jaxspec.config import ConfigError
 from jaxspec.conversion.tokenizer import Tokenizer
 from jaxspec.models.forward import forward
+from jaxspec.training import synthesis
 from jaxspec.training.dialogue import OPENERS, script_of
 from jaxspec.training.synthesis import SynthesisOptions, synthesise
 from tests import tiny
@@ -142,14 +143,15 @@ def test_greedy_answers_are_those_of_the_whole_forward(changes):
 def test_sampling_follows_the_temperature():
     """The first answered token behind one fixed prompt, over many rows, against the softmax."""
     params = target()
-    options = small(tokens=1, rows=4096, length=48, temperatures=(0.7,))
+    options = small(tokens=1, rows=4096, length=80, temperatures=(0.7,))
     made = synthesise(params, options, prompts=[["abc"]], progress=False)
     first = made.supervised[0].argmax()
     assert (made.tokens[:, :first] == made.tokens[0, :first]).all() and made.supervised[:, first].all()
+    assert len(made.tokens) > 4000, "few are equal to another row, or repeat themselves"
     logits = np.asarray(forward(params, made.tokens[0, :first]).logits[-1], np.float64) / 0.7
     p = np.exp(logits - logits.max())
     p /= p.sum()
-    found = np.bincount(made.tokens[:, first], minlength=len(p)) / 4096
+    found = np.bincount(made.tokens[:, first], minlength=len(p)) / len(made.tokens)
     assert np.abs(found - p).max() < 5 * np.sqrt(p.max() / 4096)
 
 
@@ -167,8 +169,44 @@ def test_given_prompts_are_answered_in_turn():
     assert first.startswith("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nwho<|im_end|>\n<|im_start|>assistant\n")
     follow_up = first.split("<|im_end|>\n<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n")
     assert len(follow_up) == 2 and "<|im_start|>user\nhow<|im_end|>" in second
+
+
+def test_a_prompt_that_does_not_fit_is_named_before_anything_is_written(monkeypatch):
+    monkeypatch.setattr(synthesis.runtime, "compiled", lambda *args, **static: pytest.fail("rows were written"))
+    with pytest.raises(ConfigError, match=r"prompt 30 takes 1\d\d tokens .* no room"):
+        synthesise(target(), small(tokens=64 * 8 * 9), prompts=[["a"]] * 29 + [["a" * 80]], progress=False)
     with pytest.raises(ConfigError, match="no room"):
-        synthesise(target(), small(), prompts=[["a" * 80]], progress=False)
+        synthesise(target(), small(length=20), progress=False)
+    with pytest.raises(ConfigError, match="no prompts"):
+        synthesise(target(), small(), prompts=[], progress=False)
+
+
+@pytest.mark.parametrize("prompts", [None, [["a"], ["who are you"], ["how", "why so"], ["bee"]]])
+def test_all_batches_are_of_one_shape(monkeypatch, prompts):
+    shapes = set()
+
+    def compiled(function, tree, pieces, *rest, **static):
+        shapes.add(pieces.tokens.shape)
+        return lambda *args: (np.random.default_rng(len(shapes)).integers(0, 41, (2, 96)), np.ones((2, 96), bool)), 0.0
+
+    monkeypatch.setattr(synthesis.runtime, "compiled", compiled)
+    made = synthesise(target(), small(tokens=2 * 96 * 20, rows=2, length=96, opener_share=0.5), prompts=prompts, progress=False)
+    assert len(shapes) == 1 and made.about["rows_written"] == 40
+
+
+def test_greedy_copies_of_a_prompt_are_dropped():
+    notes = []
+    options = small(tokens=8 * 64, temperatures=(0.0,), user_temperature=0.0, least_distinct=0.0)
+    made = synthesise(target(), options, prompts=[["who"], ["why"]], progress=False, log=notes.append)
+    assert len(made.tokens) == 2 and made.about["rows_dropped_as_copies"] == 6 and made.about["rows_dropped_for_overlap"] == 0
+    assert "6 that are equal to another one" in notes[0] and "dropped: 0 for an overlap" in notes[0]
+
+
+def test_a_plain_text_of_every_row_begins_in_its_own_way():
+    made = synthesise(tiny.target(), small(tokens=64 * 64, rows=64, temperatures=(0.0,)), progress=False)
+    assert made.about["rows_dropped_as_copies"] <= 2 and len({row.tobytes() for row in made.tokens}) == len(made.tokens)
+    kept, held_out = made.split(20)
+    assert not {row.tobytes() for row in kept.tokens} & {row.tobytes() for row in held_out.tokens}
 
 
 def test_some_users_begin_as_they_are_told():
@@ -192,7 +230,7 @@ def test_rows_that_overlap_with_excluded_prompts_are_dropped():
 def test_without_a_template_all_is_one_text():
     plain = tiny.target()
     made = synthesise(plain, small(), progress=False)
-    assert made.supervised[:, 1:].all() and not made.supervised[:, 0].any()
+    assert made.supervised[:, 3:].all() and not made.supervised[:, :3].any()
 
 
 def test_without_a_tokenizer_rows_begin_with_random_ids():
