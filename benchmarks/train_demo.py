@@ -22,8 +22,7 @@ import numpy as np
 import jaxspec
 from jaxspec import runtime
 from jaxspec.config import ModelConfig
-from jaxspec.conversion.tokenizer import TokenizerFiles
-from jaxspec.loading import resolve
+from jaxspec.train import tokenizer_files
 from jaxspec.training import data as rows
 from jaxspec.training.data import Data
 from jaxspec.training.heads import MODULES, head_module
@@ -64,7 +63,7 @@ BEGIN = time.perf_counter()
 def join(parts: list[Data]) -> Data:
     """Several data sets as one."""
     about = dict(parts[0].about) | {"seed": [p.about["seed"] for p in parts]}
-    for key in ("rows_written", "rows_dropped_for_overlap", "rows_dropped_for_repetition"):
+    for key in ("rows_written", "rows_dropped_for_overlap", "rows_dropped_for_repetition", "rows_dropped_as_copies"):
         about[key] = sum(p.about.get(key, 0) for p in parts)
     arrays = [np.concatenate([getattr(p, name) for p in parts]) for name in ("tokens", "supervised", "temperatures")]
     return Data(*arrays, about)
@@ -140,10 +139,7 @@ def write(args, name: str, trained: Trained) -> None:
     """One head: its folder, and its curve on the screen."""
     for point in trained.curve:
         say(f"{name}: {json.dumps(point)}")
-    tokenizer = None
-    if isinstance(trained.draft.config, ModelConfig):
-        source = resolve(args.model)
-        tokenizer = TokenizerFiles.of_folder(source) if source.is_dir() else None
+    tokenizer = tokenizer_files(args.model) if isinstance(trained.draft.config, ModelConfig) else None
     out = write_head(trained, args.out / f"{args.model}-{name}", quantize="int8", force=True, tokenizer=tokenizer)
     size = sum(f.stat().st_size for f in out.rglob("*") if f.is_file())
     say(f"{name}: {len(trained.losses)} steps, loss {trained.losses[0]:.4f} -> {trained.losses[-1]:.4f}, "
