@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import os
 import platform
 import sys
@@ -196,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.write_measured:
         out, *sources = args.write_measured
         found = accept_report.measured(row for path in sources for row in accept_report.read(path))
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(out, found)
         return 0
     if args.data is None:
         p.error("--data is missing")
