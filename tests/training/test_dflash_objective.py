@@ -219,6 +219,7 @@ HEADS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
 def test_training_makes_drafts_that_the_target_accepts(name):
     module, options = HEADS[name]

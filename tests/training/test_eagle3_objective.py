@@ -139,6 +139,7 @@ def test_it_starts_from_the_target():
     assert shapes == eagle_model.param_shapes(objective.config)
 
 
+@pytest.mark.slow
 def test_a_full_vocabulary_needs_no_translation():
     target = tiny.target(tie_embeddings=True)
     objective, params = made(target, draft_vocab=32000)

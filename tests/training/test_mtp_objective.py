@@ -103,6 +103,7 @@ def test_targets_of_other_forms_get_layers_of_this_form():
     assert np.isfinite(loss)
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_the_layer_loses_nothing():
     target = tiny.target()
     objective, params = made(target, passes=2)

@@ -76,6 +76,7 @@ def test_a_student_as_wide_as_the_target_is_its_first_layers():
     assert float(loss) < 1e-5 and metrics["accept"].tolist() == [1.0] * 5
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_the_student_loses_nothing():
     target = tiny.target()
     objective, params = made(target, layers=1, hidden=16)

@@ -39,14 +39,15 @@ def test_a_head_that_fails_does_not_stop_the_others():
 
 def test_time_says_how_many_steps_all_of_them_make():
     given = dict.fromkeys(objectives(), options(steps=1, evaluate_steps=None))
-    both = train_together(objectives(), tiny.target(), data(), given, minutes=0.5, storage="int8")
+    both = train_together(objectives(), tiny.target(), data(), given, minutes=0.2, storage="int8")
     assert len(both["eagle"].losses) == len(both["mtp"].losses) > 1
     assert "held_out_accept_length_int8" in both["mtp"].about
 
 
+@pytest.mark.slow
 def test_a_head_may_take_part_in_fewer_turns():
     given = dict.fromkeys(objectives(), options(steps=1, evaluate_steps=None))
-    both = train_together(objectives(), tiny.target(), data(), given, minutes=0.5, every={"mtp": 3})
+    both = train_together(objectives(), tiny.target(), data(), given, minutes=0.2, every={"mtp": 3})
     assert len(both["mtp"].losses) == max(len(both["eagle"].losses) // 3, 1)
 
 

@@ -184,6 +184,7 @@ def test_layers_one_by_one_and_in_a_loop(changes):
     assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(gradient))
 
 
+@pytest.mark.slow
 def test_training_makes_drafts_that_the_target_accepts():
     model, asked, rows = greedy_text()
     objective = uno.build(model.config, rank=4, block=4, anchors=8, curriculum_steps=90, noise_below=2)
