@@ -115,10 +115,8 @@ def load(args: argparse.Namespace, with_draft: bool = True) -> tuple[Any, Any]:
 
 def row_name(algorithm: str, spec: SpecConfig) -> str:
     """What a row is called: "plain", "eagle3 3/1/4", "ngram 16"."""
-    if algorithm == "NONE":
-        return "plain"
-    tree = (spec.num_steps, spec.topk, spec.num_draft_tokens)
-    return f"{algorithm.lower()} {'/'.join(str(v) for v in tree if v is not None)}"
+    tree = [str(v) for v in (spec.num_steps, spec.topk, spec.num_draft_tokens) if v is not None]
+    return f"{algorithm.lower()} {'/'.join(tree)}" if tree else "plain"
 
 
 def run_round(args: argparse.Namespace) -> int:

@@ -67,6 +67,18 @@ def generate(params, **options):
     return jaxspec.generate(params, [3, 1, 4, 1, 5], max_new_tokens=24, ignore_eos=True, **options)
 
 
+LIMITS = {"eagle3": 7.6, "dspark": 6.3, "uno": 2.5, "eagle": 4.3, "mtp": 4.3}
+"""Megabytes that a shipped head may take."""
+
+
+def test_what_ships_is_small_and_in_few_files():
+    folders = shipped.folders(NAME)
+    assert set(folders) == set(LIMITS)
+    sizes = {name: [f.stat().st_size for f in folder.rglob("*") if f.is_file()] for name, folder in folders.items()}
+    assert all(sum(sizes[name]) <= LIMITS[name] * 1e6 and len(sizes[name]) < 20 for name in LIMITS), sizes
+    assert sum(map(sum, sizes.values())) < 28e6
+
+
 def test_the_demo_model_comes_with_its_heads(heads, monkeypatch):
     reads = []
     monkeypatch.setattr(store, "load", lambda *a, load=store.load: reads.append(a[0].parent.name) or load(*a))

@@ -14,7 +14,6 @@ from jaxspec.benchmarking.bandwidth import Bandwidth
 from jaxspec.benchmarking.rounds import RoundCase, RoundResult, measure
 from jaxspec.benchmarking.shapes import random_draft, random_model
 from jaxspec.config import ConfigError, SpecConfig
-from jaxspec.drafters.registry import ALGORITHMS
 from jaxspec.params import ModelParams
 
 
@@ -61,7 +60,7 @@ PEER_ORDER: tuple[tuple[str, int, int], ...] = (
 
 
 def peer_suite(names: Sequence[str] = (), batches: Sequence[int] = (), contexts: Sequence[int] = ()) -> list[SuiteCase]:
-    """The peer table's cases, narrowed to the given rows, batches and contexts; rows of algorithms not built are left out.
+    """The peer table's cases, narrowed to the given rows, batches and contexts.
 
     Raises ConfigError for a name that is no row.
     """
@@ -72,7 +71,7 @@ def peer_suite(names: Sequence[str] = (), batches: Sequence[int] = (), contexts:
     for name, batch, context in PEER_ORDER:
         row = PEER_ROWS[name]
         chosen = (not names or name in names) and (not batches or batch in batches) and (not contexts or context in contexts)
-        if chosen and row.case.algorithm in ALGORITHMS:
+        if chosen:
             found.append(dataclasses.replace(row, case=dataclasses.replace(row.case, batch=batch, context=context)))
     return found
 

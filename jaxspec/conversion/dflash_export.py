@@ -61,7 +61,7 @@ def architecture_of(config: DFlashConfig) -> str:
         return "MuseGlimmerAssistantModel"
     if config.layout == "deepspec":
         return "Qwen3DSparkModel"
-    if config.algorithm == "DSPARK":
+    if config.markov is not None or config.confidence is not None:
         return "DSparkDraftModel"
     return "DFlash2DraftModel" if config.conv_kernel or config.selector_rank else "DFlashDraftModel"
 
