@@ -47,13 +47,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser(names[0] if names else None).parse_args(arguments)  # says what is wrong, and leaves
 
 
-def parser(head: str | None, kind: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> argparse.ArgumentParser:
+def parser(head: str | None, cls: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The command's options; those of `head` among them."""
     from jaxspec.training import heads
     from jaxspec.training.loop import TrainOptions
     from jaxspec.training.synthesis import SynthesisOptions
 
-    p = kind(
+    p = cls(
         prog="python -m jaxspec.train",
         description="Trains a draft head for a target. The target writes the training data itself: dialogues, sampled in large "
         "batches. The head is a converted folder, which jaxspec.load_draft and --draft read.",

@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import ModelParams, generate
+from jaxspec import ModelParams
 from jaxspec.config import ConfigError
 from jaxspec.drafters import eagle_model
 from jaxspec.params import DraftParams
 from jaxspec.training import eagle, initial
 from jaxspec.training.objective import merge
 from tests import tiny
+from tests.training.descent import assert_loses_nothing, descend
 from tests.training.numpy_model import Layer, accept_shares, chains, double, log_softmax, view_of
 
 COUNTS = jnp.arange(tiny.VOCAB)
@@ -100,18 +101,9 @@ def test_the_loss_falls_and_the_head_loses_nothing():
     target = tiny.target()
     objective, params = made(target, passes=2)
     view = view_of(target, objective, rows=4, length=24)
-    gradient = jax.jit(jax.value_and_grad(objective.loss, has_aux=True))
-    losses = []
-    for i in range(30):
-        (loss, _), slope = gradient(params, view, jax.random.key(i), i)
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, slope)
-        losses.append(float(loss))
+    params, losses = descend(objective, params, view, rate=0.1)
     assert losses[-1] < 0.7 * losses[0]
-    draft, prompts = DraftParams(params, objective.config), tiny.prompts(3)
-    plain = generate(target, prompts, algorithm="none", max_new_tokens=16, ignore_eos=True)
-    ours = generate(target, prompts, draft=draft, max_new_tokens=16, ignore_eos=True)
-    assert [a.tokens for a in ours] == [a.tokens for a in plain]
-    assert ours[0].stats.algorithm == "EAGLE"
+    assert_loses_nothing(target, DraftParams(params, objective.config), "EAGLE")
 
 
 def test_what_cannot_be_is_refused():

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import ModelParams, generate
+from jaxspec import ModelParams
 from jaxspec.config import ConfigError
 from jaxspec.models.layers import rms_norm
 from jaxspec.params import DraftParams
 from jaxspec.training import initial, mtp
 from jaxspec.training.objective import merge
 from tests import tiny
+from tests.training.descent import assert_loses_nothing, descend
 from tests.training.numpy_model import Layer, accept_shares, chains, double, log_softmax, rms, view_of
 
 COUNTS = jnp.arange(tiny.VOCAB)
@@ -108,18 +109,9 @@ def test_the_loss_falls_and_the_layer_loses_nothing():
     target = tiny.target()
     objective, params = made(target, passes=2)
     view = view_of(target, objective, rows=4, length=24)
-    gradient = jax.jit(jax.value_and_grad(objective.loss, has_aux=True))
-    losses = []
-    for i in range(30):
-        (loss, _), slope = gradient(params, view, jax.random.key(i), i)
-        params = jax.tree.map(lambda p, g: p - 0.3 * g, params, slope)
-        losses.append(float(loss))
+    params, losses = descend(objective, params, view, rate=0.3)
     assert losses[-1] < losses[0] - 0.3
-    draft, prompts = DraftParams(params, objective.config), tiny.prompts(3)
-    plain = generate(target, prompts, algorithm="none", max_new_tokens=16, ignore_eos=True)
-    ours = generate(target, prompts, draft=draft, max_new_tokens=16, ignore_eos=True)
-    assert [a.tokens for a in ours] == [a.tokens for a in plain]
-    assert ours[0].stats.algorithm == "NEXTN"
+    assert_loses_nothing(target, DraftParams(params, objective.config), "NEXTN")
 
 
 def test_what_cannot_be_is_refused():
