@@ -6,13 +6,16 @@
 
 Stages run in the order given; each has a limit of its own and stops cleanly at it or at the budget, whichever is first.
 `rounds` writes h200_round.json a row at a time, the most telling first, and goes on where an earlier table, given with
---resume, stopped; put it last, it takes all the time that is left. What cannot be understood is for `bench round`.
+--resume, stopped; put it last, it takes all the time that is left. With `--gpus 2` two processes share its rows, a GPU
+each. What cannot be understood is for `bench round`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -20,49 +23,65 @@ import sys
 import time
 from pathlib import Path
 
-LIMITS = {"tests": 150, "attention": 180, "startup": 150, "prefill": 60, "profile": 120, "lossless": 120, "bf16": 90,
+from jaxspec.benchmarking.suites import PEER_ORDER, write_json
+
+LIMITS = {"tests": 200, "attention": 180, "startup": 150, "prefill": 60, "profile": 120, "lossless": 420, "bf16": 240,
           "rounds": 3600}  # fmt: skip
 """Seconds that a stage may take at most."""
 PROFILED = ("plain", "eagle3 3/1/4")
-TAIL = {"tests": 15, "attention": 40, "prefill": 6, "rounds": 60}
+TAIL = {"tests": 15, "attention": 40, "prefill": 6, "rounds": 60, "lossless": 30, "bf16": 30}
 
 
-def run(command: list[str], seconds: float, log: Path, flags: str = "") -> int:
-    """Runs a command for at most so long; its output goes to a file. 124: it ran out of time."""
-    environment = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
-    start = time.perf_counter()
-    with log.open("w") as out:
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A command, the file that its output goes to, and what it adds to the environment."""
+
+    command: list[str]
+    log: Path
+    flags: str = ""
+    gpu: int | None = None
+
+    def start(self) -> subprocess.Popen:
+        """Begins it."""
+        environment = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {self.flags}".strip()}
+        if self.gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = str(self.gpu)
+        with self.log.open("w") as out:
+            return subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+
+
+def run(jobs: list[Job], seconds: float) -> int:
+    """Runs commands side by side for at most so long. 124: one ran out of time."""
+    start, failed = time.perf_counter(), 0
+    for job, process in [(job, job.start()) for job in jobs]:
         try:
-            code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=seconds, env=environment).returncode
+            code = process.wait(timeout=max(0.0, seconds - (time.perf_counter() - start)))
         except subprocess.TimeoutExpired:
+            process.kill()
             code = 124
-    print(f"[{code}] {time.perf_counter() - start:.0f} s: {' '.join(command)}", flush=True)
-    return code
+        failed = failed or code
+        print(f"[{code}] {time.perf_counter() - start:.0f} s: {' '.join(job.command)}", flush=True)
+    return failed
 
 
-def commands(stage: str, args: argparse.Namespace, seconds: float, rest: list[str]) -> list[tuple[list[str], Path, str]]:
-    """(command, log, XLA flags) of everything that a stage runs; `seconds` are those that it has."""
+def stage_jobs(stage: str, args: argparse.Namespace, seconds: float, rest: list[str]) -> list[list[Job]]:
+    """What a stage runs in the `seconds` that it has: one list after the other, the jobs of a list side by side."""
     python, out = sys.executable, args.out
     log = out / f"{stage}.log"
     if stage == "tests":
         workers = ["-n", "8"] if importlib.util.find_spec("xdist") else []
-        return [([python, "-m", "pytest", "tests/gpu", "-q", *workers], log, "")]
+        return [[Job([python, "-m", "pytest", "tests/gpu", "-q", *workers], log)]]
     if stage == "attention":
         own = ["--out", str(out / "attention"), "--budget", f"{seconds - 15:.0f}", "--parts", *args.attention_parts]
-        return [([python, "benchmarks/kernels/attention.py", *own], log, "")]
+        return [[Job([python, "benchmarks/kernels/attention.py", *own], log)]]
     if stage == "startup":
         own = ["--target", args.target, "--budget", f"{seconds - 5:.0f}", "--out", str(out / "h200_startup.json")]
-        return [([python, "benchmarks/startup.py", *own], log, "")]
+        return [[Job([python, "benchmarks/startup.py", *own], log)]]
     if stage == "prefill":
         own = ["--target", args.target, "--lengths", *args.lengths, "--json", str(out / "h200_prefill.json")]
-        return [([python, "-m", "jaxspec.bench", "prefill", *own], log, "")]
+        return [[Job([python, "-m", "jaxspec.bench", "prefill", *own], log)]]
     if stage in ("lossless", "bf16"):
-        own = ["--target", args.target, "--runs", *args.runs, "--json", str(out / f"h200_{stage}.json")]
-        if stage == "bf16":  # 20 000 tokens, of which the first that rounding changes are reported
-            return [
-                ([python, "benchmarks/lossless.py", *own, "--dtype", "bfloat16", "--tokens", "2500", "--batch", "8"], log, "")
-            ]
-        return [([python, "benchmarks/lossless.py", *own, "--tokens", "48", "--batch", "1"], log, "")]
+        return [[job] for job in lossless_jobs(stage, args)]
     if stage == "profile":
         found = []
         for row in PROFILED:
@@ -78,10 +97,68 @@ def commands(stage: str, args: argparse.Namespace, seconds: float, rest: list[st
                 str(out / f"{name}.json"),
             ]
             flags = "--xla_enable_command_buffers_during_profiling=true" if args.gpu_flags else ""
-            found.append(([python, "benchmarks/profile_round.py", *own], out / f"{name}.log", flags))
+            found.append([Job([python, "benchmarks/profile_round.py", *own], out / f"{name}.log", flags)])
         return found
-    command = [python, "-m", "jaxspec.bench", "round", "--suite", "peer", "--target", args.target, "--detail", "--resume"]
-    return [([*command, "--json", str(out / "h200_round.json"), "--budget", f"{seconds - 40:.0f}", *rest], log, "")]
+    return [round_jobs(args, seconds, rest)]
+
+
+def lossless_jobs(stage: str, args: argparse.Namespace) -> list[Job]:
+    """Speculative against plain answers: the 8B shape with random weights, and the demo model where its prompts are given."""
+    short = stage == "lossless"
+    cases = [
+        (
+            args.target,
+            ["--runs", *args.runs, *(["--tokens", "48", "--batch", "1"] if short else ["--tokens", "2500", "--batch", "8"])],
+        )
+    ]
+    if args.prompts is not None:
+        many = ["--tokens", "128", "--batch", "8"] if short else ["--tokens", "256", "--batch", "80"]
+        cases.insert(0, ("smollm2-135m", ["--prompts", str(args.prompts), *many]))
+    common = ["--dtype", "float32" if short else "bfloat16"]
+    return [
+        Job(
+            [sys.executable, "benchmarks/lossless.py", "--target", target, *own, *common,
+             "--json", str(args.out / f"h200_{stage}_{target}.json")],
+            args.out / f"{stage}_{target}.log",
+        )
+        for target, own in cases
+    ]  # fmt: skip
+
+
+def round_jobs(args: argparse.Namespace, seconds: float, rest: list[str]) -> list[Job]:
+    """The peer table, a process a GPU; `gather_rounds` joins what they measure."""
+    command = [
+        sys.executable,
+        "-m",
+        "jaxspec.bench",
+        "round",
+        "--suite",
+        "peer",
+        "--target",
+        args.target,
+        "--detail",
+        "--resume",
+    ]
+    jobs = []
+    for gpu in range(args.gpus):
+        file = round_file(args, gpu)
+        if args.resume is not None:
+            shutil.copy(args.resume, file)
+        own = ["--json", str(file), "--budget", f"{seconds - 40:.0f}", "--share", str(gpu), str(args.gpus)]
+        jobs.append(Job([*command, *own, *rest], args.out / f"rounds{gpu or ''}.log", gpu=gpu if args.gpus > 1 else None))
+    return jobs
+
+
+def round_file(args: argparse.Namespace, gpu: int) -> Path:
+    """Where a GPU's rows go."""
+    return args.out / (f"h200_round{gpu}.json" if args.gpus > 1 else "h200_round.json")
+
+
+def gather_rounds(args: argparse.Namespace) -> None:
+    """One table of all GPUs' rows, in the suite's order."""
+    files = [file for file in (round_file(args, gpu) for gpu in range(args.gpus)) if file.exists()]
+    rows = {(row["name"], row["batch"], row["context"]): row for file in files for row in json.loads(file.read_text())}
+    write_json(args.out / "h200_round.json", [rows[key] for key in PEER_ORDER if key in rows])
 
 
 def main() -> int:
@@ -94,25 +171,28 @@ def main() -> int:
     parser.add_argument("--attention-parts", nargs="+", default=["bandwidth,targets,choices"])
     parser.add_argument("--runs", nargs="+", default=["eagle3 3/1/4", "standalone 3/1/4"],
                         help="algorithms of the stages lossless and bf16, as benchmarks/lossless.py names them")  # fmt: skip
+    parser.add_argument("--prompts", type=Path, help="mt_bench.jsonl: lossless and bf16 run the demo model on it, too")
+    parser.add_argument("--gpus", type=int, default=1, help="that share the rows of the stage rounds (default: 1)")
     parser.add_argument("--resume", type=Path, help="a table of an earlier session; its rows are kept and not measured again")
     parser.add_argument("--no-gpu-flags", dest="gpu_flags", action="store_false", help="for a rehearsal on a CPU")
     args, rest = parser.parse_known_args()
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.perf_counter() + args.budget
-    if args.resume is not None:
-        shutil.copy(args.resume, args.out / "h200_round.json")
 
     failed = 0
     for stage in args.stages:
         stage_end = min(end - 5, time.perf_counter() + LIMITS[stage])
-        for command, log, flags in commands(stage, args, stage_end - time.perf_counter(), rest):
+        for jobs in stage_jobs(stage, args, stage_end - time.perf_counter(), rest):
             left = stage_end - time.perf_counter()
             if left < 20:
-                print(f"{stage}: {left:.0f} s left, not begun: {log.name}", flush=True)
+                print(f"{stage}: {left:.0f} s left, not begun: {jobs[0].log.name}", flush=True)
                 continue
-            failed |= run(command, left, log, flags)
-            lines = log.read_text(errors="replace").splitlines()
-            print("\n".join(lines[-TAIL.get(stage, 25) :]), flush=True)
+            failed |= run(jobs, left)
+            for job in jobs:
+                lines = job.log.read_text(errors="replace").splitlines()
+                print("\n".join(lines[-TAIL.get(stage, 25) :]), flush=True)
+        if stage == "rounds" and args.gpus > 1:
+            gather_rounds(args)
     return failed
 
 

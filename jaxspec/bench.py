@@ -58,6 +58,8 @@ def parser() -> argparse.ArgumentParser:
     p_round.add_argument("--no-parts", action="store_true", help="only the time of the whole round, no profiler")
     p_round.add_argument("--detail", action="store_true", help="list the costliest instructions of every round")
     p_round.add_argument("--resume", action="store_true", help="keep the rows that --json already holds, measure the others")
+    p_round.add_argument("--share", type=int, nargs=2, default=(0, 1), metavar=("I", "N"),
+                         help="of the rows only every N-th from the I-th on, counted from 0: one process a GPU")  # fmt: skip
     p_round.add_argument("--budget", type=float, metavar="SECONDS", help="begin no round that would end later than this")
     p_round.add_argument("--page-size", type=int, default=16, help="positions per KV page (default: 16)")
     p_round.add_argument("--bandwidth-bytes", type=int, help="size of the array whose copy is timed")
@@ -151,6 +153,10 @@ def run_round(args: argparse.Namespace) -> int:
         cases = [dataclasses.replace(c, case=dataclasses.replace(c.case, **change)) for c in found]
         dtype = parse_dtype(args.dtype or loading.default_dtype())
         weights = suites.Weights(args.target or "llama-3.1-8b", dtype)
+    share, shares = args.share
+    if not 0 <= share < shares:
+        raise ConfigError(f"--share {share} {shares}: I counts from 0 and must be below N")
+    cases = cases[share::shares]
     if args.resume and args.json is None:
         raise ConfigError("--resume needs --json: the file that holds what was measured before")
     kept = json.loads(args.json.read_text()) if args.resume and args.json.exists() else []
