@@ -14,6 +14,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import device
+from pallas_kernels.tilings import MULTIPROCESSORS
 
 MOST_ROWS = 64
 COLUMNS = 64  # of a program
@@ -23,6 +24,20 @@ LEAST_CHUNK = 16  # rows of b in a product: what a tensor core takes
 def _chunk(rank: int) -> int:
     """The largest power of two that divides the rank, at most 128."""
     return min(rank & -rank, 128)
+
+
+def _columns(outputs: int) -> int:
+    """Columns of a program: as many as leave a program to most multiprocessors."""
+    return next((c for c in (128, 64) if outputs % c == 0 and outputs // c >= MULTIPROCESSORS - 4), 32)
+
+
+def _lookup(table: np.ndarray, index: Array) -> Array:
+    """table[index], computed: a load would keep those waiting that need it. Meant for few runs of equal values."""
+    period = next(p for p in range(1, len(table) + 1) if len(table) % p == 0 and (table.reshape(-1, p) == table[:p]).all())
+    value, place = jnp.int32(table[0]), index % period
+    for i in np.flatnonzero(np.diff(table[:period])) + 1:
+        value = jnp.where(place >= i, jnp.int32(table[i]), value)
+    return value
 
 
 def serves(x: Array, b: Array) -> bool:
@@ -68,31 +83,36 @@ def gated_lora(
     if _chunk(used) < LEAST_CHUNK:
         tiles, used = None, rank
     rows, chunk = max(16, pl.next_power_of_2(R)), _chunk(used)
-    starts = jnp.zeros(outputs // COLUMNS, jnp.int32) if tiles is None else jnp.asarray(tiles[:, 0] * used, jnp.int32)
+    width = _columns(outputs) if tiles is None else COLUMNS
     y, hidden, gate = y.reshape(parts, R, outputs), hidden.reshape(-1, R, rank), gate.reshape(R).astype(jnp.int32)
 
-    def kernel(y_ref, hidden_ref, b_ref, gate_ref, start_ref, out_ref):
+    def kernel(y_ref, hidden_ref, b_ref, gate_ref, out_ref):
         row = jnp.arange(rows)[:, None]
         exists, at = row < R, jnp.minimum(row, R - 1)
-        column = pl.program_id(0) * COLUMNS + jnp.arange(COLUMNS)[None]
+        column = pl.program_id(0) * width + jnp.arange(width)[None]
+        block = jnp.int32(0) if tiles is None else _lookup(tiles[:, 0], pl.program_id(0))
+        some, start = block >= 0, jnp.maximum(block, 0) * used
 
-        def added(ref, index):
-            found = [plt.load(ref.at[i, at, index], mask=exists, other=0).astype(jnp.float32) for i in range(ref.shape[0])]
-            return sum(found).astype(dtype)
+        def parts_of(ref, index):
+            """All parts of some columns, in the middle: a sum over them then stays within a thread."""
+            count = ref.shape[0]
+            part = jnp.arange(pl.next_power_of_2(count))[None, :, None]
+            mask = exists[:, None] if count == part.size else exists[:, None] & (part < count)
+            return plt.load(ref.at[jnp.minimum(part, count - 1), at[:, None], index[:, None]], mask=mask, other=0)
 
-        own = added(y_ref, column)
-        change = jnp.zeros((rows, COLUMNS), jnp.float32)
-        start = start_ref[pl.program_id(0)]
-        some, start = start >= 0, jnp.maximum(start, 0)
-        for first in range(0, used, chunk):
-            inner = start + first + jnp.arange(chunk)
-            left = added(hidden_ref, inner[None])
-            right = plt.load(b_ref.at[inner[:, None], column], mask=some, other=0)
-            precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-            change += plt.dot(left, right, precision=precision)
+        def added(found):
+            return found.astype(jnp.float32).sum(1).astype(dtype)
+
+        # Everything is asked for before the first product waits for anything.
+        inner = [start + first + jnp.arange(chunk) for first in range(0, used, chunk)]
+        right = [plt.load(b_ref.at[i[:, None], column], mask=some, other=0) for i in inner]
+        left, own = [parts_of(hidden_ref, i[None]) for i in inner], parts_of(y_ref, column)
+        opened = plt.load(gate_ref.at[jnp.minimum(jnp.arange(rows), R - 1)])[:, None] != 0
+        precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+        change = sum(plt.dot(added(x), w, precision=precision) for x, w in zip(left, right, strict=True))
+        own = added(own)
         changed = (own.astype(jnp.float32) + scale * change).astype(dtype)
         changed = jnp.where(jnp.abs(changed.astype(jnp.float32)) < jnp.inf, changed, jnp.zeros_like(changed))
-        opened = plt.load(gate_ref.at[jnp.minimum(jnp.arange(rows), R - 1)])[:, None] != 0
         # Rows that do not exist lie outside the array: interpreted stores drop these, while masked ones collide.
         plt.store(out_ref.at[row, column], jnp.where(opened, changed, own), mask=exists)
 
@@ -102,11 +122,11 @@ def gated_lora(
     out = jax.ShapeDtypeStruct((R, outputs), dtype)
     return pl.pallas_call(
         kernel,
-        grid=(outputs // COLUMNS,),
-        in_specs=[whole(x) for x in (y, hidden, b, gate, starts)],
+        grid=(outputs // width,),
+        in_specs=[whole(x) for x in (y, hidden, b, gate)],
         out_specs=whole(out),
         out_shape=out,
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="gated_lora",
-    )(y, hidden, b, gate, starts).reshape(B, T, outputs)
+    )(y, hidden, b, gate).reshape(B, T, outputs)
