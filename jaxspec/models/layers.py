@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ModelConfig, RopeConfig
-from pallas_kernels import device
+from pallas_kernels import device, lora_shrink
 from pallas_kernels import gated_lora as kernels
 from pallas_kernels.tilings import product_parts
 
@@ -53,14 +53,14 @@ def dense_with_lora(
     gate: Bool[Array, "B T 1"],
     blocks: np.ndarray | None = None,
 ) -> Float[Array, "B T O"]:
-    """`gated_lora` on `dense`, on a GPU with the second product in a kernel that also adds up the parts of both others.
+    """`gated_lora` on `dense`, on a GPU with the adapter's products as kernels; the second adds up the parts of all others.
 
     `blocks` names the block of rows of ``b`` that may differ from zero in each column, -1 for none. The kernel has no
     derivative; where one is wanted the scale is an array.
     """
     if not (isinstance(scale, float) and kernels.available() and kernels.serves(x, b)):
         return gated_lora(x, dense(x, layer), a, b, scale, gate)
-    hidden = dense_in_parts(x, {"kernel": a})
+    hidden = lora_shrink.lora_shrink(x, a) if lora_shrink.serves(x, a) else dense_in_parts(x, {"kernel": a})
     return kernels.gated_lora(dense_in_parts(x, layer), hidden, b, gate, scale=scale, blocks=blocks)
 
 

@@ -10,6 +10,7 @@ from jaxspec.models.layers import apply_rope
 from pallas_kernels import kv_write
 from pallas_kernels.gated_lora import gated_lora
 from pallas_kernels.kv_commit import kv_write_layers
+from pallas_kernels.lora_shrink import lora_shrink, serves
 from pallas_kernels.rope_write import rope_write
 from tests.kernels.test_rope_write import arguments
 
@@ -47,6 +48,32 @@ def test_gated_lora(B, T, rank, dtype):
     np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted), rtol=tolerance, atol=tolerance)
     if dtype == jnp.float32:
         np.testing.assert_allclose(found[:, 0], own[:, 0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "rank"), [(8, 4096, 384), (8, 14336, 128), (16, 4096, 256), (3, 2560, 48)])
+def test_lora_shrink(rows, inputs, rank):
+    keys = jax.random.split(jax.random.key(0), 2)
+    x = jax.random.normal(keys[0], (1, rows, inputs), jnp.bfloat16)
+    a = jax.random.normal(keys[1], (inputs, rank), jnp.bfloat16) / inputs**0.5
+    assert serves(x, a)
+    found = jax.jit(lora_shrink)(x, a).sum(0)
+    np.testing.assert_allclose(found, np.asarray(x, np.float32) @ np.asarray(a, np.float32), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("rows", "rank"), [(8, 384), (64, 256), (16, 128)])
+def test_gated_lora_by_blocks(rows, rank):
+    """As in a fused projection: three modules' columns, each with a block of b's rows; two programs' worth of columns each."""
+    keys = jax.random.split(jax.random.key(1), 4)
+    count = rank // 128
+    blocks = np.tile(np.repeat([*range(count), -1], 128), 3)
+    y = jax.random.normal(keys[0], (1, 1, rows, blocks.size)).astype(jnp.bfloat16)
+    hidden = jax.random.normal(keys[1], (14 if rows < 64 else 1, 1, rows, rank)) / 4
+    b = jax.random.normal(keys[2], (rank, blocks.size)) * (np.repeat(range(count), 128)[:, None] == blocks) / 128**0.5
+    b, gate = b.astype(jnp.bfloat16), jax.random.bernoulli(keys[3], 0.7, (1, rows, 1))
+    found = jax.jit(lambda *a: gated_lora(*a, scale=2.0, blocks=blocks))(y, hidden, b, gate)
+    change = np.asarray(hidden.sum(0).astype(jnp.bfloat16), np.float32) @ np.asarray(b, np.float32)
+    wanted = np.asarray(y[0], np.float32) + np.where(gate, 2 * change, 0)
+    np.testing.assert_allclose(np.asarray(found, np.float32), wanted, rtol=2e-2, atol=4e-2)
 
 
 @pytest.mark.parametrize(("B", "T"), [(1, 16), (8, 3)])
