@@ -1,6 +1,8 @@
-"""The table of rounds beside SGLang's, as Markdown, and a picture of what a round costs as batch, context and tree grow.
+"""A picture of what a round costs as batch, context and tree grow; the table itself comes from `bench round --readme`.
 
-python benchmarks/round_table.py benchmarks/results/h200_round.json --png benchmarks/results/h200_rounds.png
+    python benchmarks/round_table.py benchmarks/results/h200_round.json --png benchmarks/results/h200_rounds.png
+
+Without --png, prints the table beside SGLang's rounds.
 """
 
 from __future__ import annotations
@@ -10,45 +12,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-SGLANG_MS = {
-    ("plain", 1): 4.76, ("plain", 4): 4.91, ("plain", 8): 5.03, ("plain", 32): 5.78,
-    ("eagle3 3/1/4", 1): 5.91, ("eagle3 3/1/4", 4): 6.10, ("eagle3 3/1/4", 8): 6.22, ("eagle3 3/1/4", 32): 7.67,
-    ("eagle3 5/4/8", 1): 7.94, ("eagle3 5/4/8", 8): 8.56, ("eagle3 3/4/16", 1): 6.91, ("eagle3 3/4/16", 8): 8.62,
-    ("eagle3 5/8/64", 1): 8.49, ("eagle3 5/8/64", 8): 19.06, ("eagle 5/4/8", 1): 8.60, ("dflash 16", 1): 6.05,
-    ("dflash 16", 8): 7.31, ("ngram 16", 1): 7.66, ("ngram 16", 8): 10.66, ("standalone 3/1/4", 1): 10.81,
-}  # fmt: skip
-"""SGLang 0.5.17 on one H200: (round, batch) → ms at 512-token prompts; same shapes, bf16, random weights, FlashAttention-3,
-CUDA graphs, overlapped scheduling. Part of it is host time where trees or a second model are involved."""
-
-SGLANG_BUSY_MS = {
-    ("plain", 1): 4.68, ("plain", 8): 4.87, ("eagle3 3/1/4", 1): 5.65, ("eagle3 3/1/4", 8): 6.01, ("eagle3 5/4/8", 1): 7.11,
-    ("eagle3 5/4/8", 8): 8.10, ("eagle3 3/4/16", 1): 6.55, ("eagle3 3/4/16", 8): 8.21, ("eagle3 5/8/64", 1): 8.04,
-    ("eagle3 5/8/64", 8): 18.32, ("eagle 5/4/8", 1): 8.17, ("dflash 16", 1): 6.05, ("dflash 16", 8): 7.06,
-    ("ngram 16", 1): 5.47, ("ngram 16", 8): 7.11,
-}  # fmt: skip
-"""The same without the time in which its GPU waits: what kernels alone take."""
-
-
-def markdown(rows: list[dict]) -> str:
-    """The rows as a Markdown table, in the order in which they were measured."""
-    lines = [
-        "| round | batch | context | jaxspec ms | floor ms | floor / time | SGLang ms (GPU busy) | ratio | where the ms go |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        key = (row["name"], row["batch"])
-        peer = SGLANG_MS.get(key) if row["context"] == 512 else None
-        theirs, ratio = "–", "–"
-        if peer is not None:
-            theirs = f"{peer:.2f}" + (f" ({SGLANG_BUSY_MS[key]:.2f})" if key in SGLANG_BUSY_MS else "")
-            ratio = f"{peer / row['ms']:.2f}"
-        spent = sorted(row["parts"].items(), key=lambda item: -item[1]["ms"])
-        where = ", ".join(f"{name} {part['ms']:.2f}" for name, part in spent if part["ms"] >= 0.01 * row["ms"])
-        lines.append(
-            f"| {row['name']} | {row['batch']} | {row['context']} | {row['ms']:.2f} | {row['floor_ms']:.2f} | "
-            f"{row['floor_ms'] / row['ms']:.0%} | {theirs} | {ratio} | {where} |"
-        )
-    return "\n".join(lines)
+from jaxspec.benchmarking.peers import markdown
 
 
 def plot(rows: list[dict], path: Path) -> None:
@@ -89,14 +53,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path)
     parser.add_argument("--png", type=Path)
-    parser.add_argument("--markdown", type=Path, help="write the table here instead of to the screen")
     args = parser.parse_args()
     rows = json.loads(args.table.read_text())
-    if args.markdown is None:
+    if args.png is None:
         print(markdown(rows))
     else:
-        args.markdown.write_text(markdown(rows) + "\n")
-    if args.png is not None:
         plot(rows, args.png)
 
 

@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     p_round.add_argument("--resume", action="store_true", help="keep the rows that --json already holds, measure the others")
     p_round.add_argument("--share", type=int, nargs=2, default=(0, 1), metavar=("I", "N"),
                          help="of the rows only every N-th from the I-th on, counted from 0: one process a GPU")  # fmt: skip
+    p_round.add_argument("--readme", type=Path, help="put the table beside SGLang's between this file's marks (with --suite)")
     p_round.add_argument("--budget", type=float, metavar="SECONDS", help="begin no round that would end later than this")
     p_round.add_argument("--page-size", type=int, default=16, help="positions per KV page (default: 16)")
     p_round.add_argument("--bandwidth-bytes", type=int, help="size of the array whose copy is timed")
@@ -121,10 +122,24 @@ def row_name(algorithm: str, spec: SpecConfig) -> str:
     return f"{algorithm.lower()} {'/'.join(tree)}" if tree else "plain"
 
 
+def check_round(args: argparse.Namespace) -> None:
+    """Refuses options of ``bench round`` that contradict each other, before anything large is made."""
+    if args.suite is not None and (args.draft is not None or args.algorithm != "auto"):
+        raise ConfigError("--suite brings its own drafts: leave --draft and --algorithm out, choose with --rows")
+    share, shares = args.share
+    if not 0 <= share < shares:
+        raise ConfigError(f"--share {share} {shares}: I counts from 0 and must be below N")
+    if args.readme is not None and args.suite is None:
+        raise ConfigError("--readme holds the table of --suite peer")
+    if args.resume and args.json is None:
+        raise ConfigError("--resume needs --json: the file that holds what was measured before")
+
+
 def run_round(args: argparse.Namespace) -> int:
     """``bench round``."""
+    check_round(args)
     from jaxspec import loading
-    from jaxspec.benchmarking import report, rounds, suites
+    from jaxspec.benchmarking import peers, report, rounds, suites
     from jaxspec.benchmarking.bandwidth import measure_bandwidth
     from jaxspec.conversion.pipeline import parse_dtype
     from jaxspec.drafters import registry
@@ -146,19 +161,12 @@ def run_round(args: argparse.Namespace) -> int:
         ]
         weights = suites.Given(target, draft)
     else:
-        if args.draft is not None or args.algorithm != "auto":
-            raise ConfigError("--suite brings its own drafts: leave --draft and --algorithm out, choose with --rows")
         found = suites.peer_suite(args.rows, args.batch, args.context)
         change = {"accept_length": length, "page_size": args.page_size}
         cases = [dataclasses.replace(c, case=dataclasses.replace(c.case, **change)) for c in found]
         dtype = parse_dtype(args.dtype or loading.default_dtype())
         weights = suites.Weights(args.target or "llama-3.1-8b", dtype)
-    share, shares = args.share
-    if not 0 <= share < shares:
-        raise ConfigError(f"--share {share} {shares}: I counts from 0 and must be below N")
-    cases = cases[share::shares]
-    if args.resume and args.json is None:
-        raise ConfigError("--resume needs --json: the file that holds what was measured before")
+    cases = cases[args.share[0] :: args.share[1]]
     kept = json.loads(args.json.read_text()) if args.resume and args.json.exists() else []
     held = {(row["name"], row["batch"], row["context"]) for row in kept}
     cases = [c for c in cases if (c.case.name, c.case.batch, c.case.context) not in held]
@@ -170,6 +178,8 @@ def run_round(args: argparse.Namespace) -> int:
         log=lambda text: print(text, file=sys.stderr, flush=True),
     )  # fmt: skip
     print(report.summary(results))
+    if args.readme is not None:
+        peers.write_readme(args.readme, [*kept, *(r.to_json() for r in results)])
     return 0 if results or not cases else 1
 
 

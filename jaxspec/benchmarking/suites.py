@@ -103,13 +103,18 @@ class Given:
         return self._draft
 
 
-def write_json(path: str | Path, rows: Sequence[dict]) -> None:
-    """Replaces a file in one step, so that a run that is cut off leaves whole rows."""
+def replace_text(path: str | Path, text: str) -> None:
+    """Replaces a file in one step, so that a run that is cut off leaves a whole one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".new")
-    fresh.write_text(json.dumps(rows, indent=1) + "\n")
+    fresh.write_text(text)
     os.replace(fresh, path)
+
+
+def write_json(path: str | Path, rows: Sequence[dict]) -> None:
+    """Replaces a file of rows."""
+    replace_text(path, json.dumps(rows, indent=1) + "\n")
 
 
 def run_suite(

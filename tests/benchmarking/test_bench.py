@@ -171,6 +171,7 @@ def test_answers_are_compared_token_by_token():
         (["round"], "--target is missing"),
         (["round", "--target", "tiny", "--context", "131072"], "shorten the context"),
         (["round", "--suite", "peer", "--draft", "eagle3"], "leave --draft"),
+        (["round", "--suite", "peer", "--share", "2", "2"], "counts from 0"),
         (["round", "--target", "tiny", "--draft", "eagel"], "eagel"),
         (["sweep", "--target", "tiny", "--csv", "x.csv"], "needs --draft"),
     ],
