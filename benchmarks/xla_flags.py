@@ -1,0 +1,155 @@
+"""Rounds under several settings of XLA: a short burst and a long run of each, with the chip's clock and power beside them.
+
+    PYTHONPATH=. python3 benchmarks/xla_flags.py --rows "eagle3 5/8/64:8" "uno 8/1/8:1" --budget 150 --json out.json
+
+A row is its name in the peer suite and the batch. Every setting has a process of its own, as XLA keeps what autotuning
+found for a product as long as the process lives. Where the long run is slower than the burst and the clock falls, the chip
+is at its power limit: no flag removes that, fewer or cheaper operations do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+SETTINGS: dict[str, str] = {
+    "default": "",
+    "concurrent": "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT",
+    "cublas": "--xla_gpu_enable_triton_gemm=false",
+    "cudnn": "--xla_gpu_cudnn_gemm_fusion_level=3",
+    "warp-specialization": "--xla_gpu_experimental_enable_triton_warp_specialization=true",
+    "serial": "--xla_gpu_command_buffer_scheduling_mode=SERIALIZE",
+    "exhaustive": "--xla_gpu_exhaustive_tiling_search=true",
+}
+"""Name → what it adds to XLA_FLAGS. The last one takes minutes to compile."""
+BURST, LONG = (2, 6), (4, 36)
+QUERY = "clocks.sm,power.draw,clocks_event_reasons.active"
+
+
+class Watch:
+    """The chip's clock, power and reasons for a low clock, while a block runs; nothing without nvidia-smi."""
+
+    def __enter__(self) -> Watch:
+        self.seen: list[list[str]] = []
+        try:
+            command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", "-lms", "50"]
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        except OSError:
+            self.process = None
+            return self
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+        time.sleep(0.3)
+        return self
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.seen.append([field.strip() for field in line.split(",")])
+
+    def __exit__(self, *_) -> None:
+        if self.process is not None:
+            self.process.terminate()
+            self.reader.join(2)
+
+    def summary(self) -> dict:
+        """Extremes of what was seen."""
+        rows = [row for row in self.seen if len(row) == 3 and row[0].isdigit()]
+        if not rows:
+            return {}
+        return {
+            "lowest_sm_mhz": min(int(row[0]) for row in rows),
+            "highest_sm_mhz": max(int(row[0]) for row in rows),
+            "highest_watts": max(float(row[1]) for row in rows),
+            "reasons": sorted({row[2] for row in rows}),
+        }
+
+
+def per_round(runner, few: int, many: int, repeats: int) -> list[float]:
+    """Milliseconds of a round, from pairs of runs."""
+    found = []
+    for _ in range(repeats):
+        shorter = runner(few)
+        found.append((runner(many) - shorter) / (many - few) * 1e3)
+    return found
+
+
+def measure(rows: list[str], target: str, context: int, setting: str) -> None:
+    """Prints one line of JSON for each row, in this process's setting."""
+    from jaxspec import loading
+    from jaxspec.benchmarking import rounds, suites
+    from jaxspec.runtime import use_compilation_cache
+
+    use_compilation_cache()
+    weights = suites.Weights(target, loading.default_dtype())
+    for label in rows:
+        name, _, batch = label.rpartition(":")
+        entry = suites.PEER_ROWS[name]
+        case = dataclasses.replace(entry.case, batch=int(batch), context=context)
+        session = rounds.prepare(case, weights.target, weights.draft(entry.draft), LONG[1])
+        runner = rounds.Runner(session, context)
+        runner(2)
+        bursts = []
+        for _ in range(4):
+            time.sleep(0.5)  # so that the chip cools down
+            bursts += per_round(runner, *BURST, repeats=1)
+        with Watch() as watch:
+            long = per_round(runner, *LONG, repeats=4)
+        result = {
+            "row": name, "batch": int(batch), "context": context, "setting": setting, "flags": SETTINGS[setting],
+            "burst_ms": statistics.median(bursts), "long_ms": statistics.median(long), "fastest_long_ms": min(long),
+            "compile_seconds": runner.compile_seconds, **watch.summary(),
+        }  # fmt: skip
+        print(json.dumps(result), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", default=["eagle3 5/8/64:8"], help="row of the peer suite, colon, batch")
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS)[:5], choices=SETTINGS)
+    parser.add_argument("--target", default="llama-3.1-8b")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--budget", type=float, default=150, help="seconds; a setting is not begun that would not be through")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--here", action="store_true", help="measure the one setting in this process")
+    args = parser.parse_args()
+    if args.here:
+        measure(args.rows, args.target, args.context, *args.settings)
+        return
+    begun, slowest, results = time.perf_counter(), 0.0, []
+    for setting in args.settings:
+        start = time.perf_counter()
+        left = args.budget - (start - begun)
+        if left < slowest:
+            print(f"{left:.0f} s left of {args.budget:.0f}: {setting} and what follows was not begun", flush=True)
+            break
+        command = [sys.executable, __file__, "--here", "--settings", setting, "--rows", *args.rows]
+        command += ["--target", args.target, "--context", str(args.context)]
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {SETTINGS[setting]}".strip()
+        try:
+            done = subprocess.run(
+                command, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True, timeout=max(left, 10)
+            )
+        except subprocess.TimeoutExpired:
+            print(f"{setting}: not through in the {left:.0f} s that were left", flush=True)
+            break
+        found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"row"')]
+        for result in found:
+            print(json.dumps(result), flush=True)
+        if done.returncode:
+            print(f"{setting}: ended with {done.returncode}: {done.stderr[-600:]}", flush=True)
+        results += found
+        slowest = max(slowest, time.perf_counter() - start)
+        if args.json is not None:
+            args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
