@@ -5,7 +5,8 @@
 
 Watched twice. With the flag CUDA graphs stay on under the profiler, as in real runs; the kernels in them are then known by
 their own names only, or not at all. Without graphs every kernel is seen, launched by the host one by one, so that gaps are
-longer than they really are. Prints the busy share and the longest gaps of both. Needs matplotlib.
+longer than they really are. Prints the busy share and the longest gaps of both, and what lies before and behind them.
+Any row of the peer suite will do: `--row "uno 8/1/8"`, `--row "eagle3 5/8/64" --batch 8`. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import dataclasses
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -26,8 +28,12 @@ from jaxspec.runtime import use_compilation_cache
 GROUPS = (
     ("attention", re.compile("attention|kernel_merge|mosaic|partial", re.I), "tab:orange"),
     ("products", re.compile("gemm|nvjet|cublas|cutlass|splitk|xmma|dot", re.I), "tab:blue"),
+    ("adapter", re.compile("lora", re.I), "tab:purple"),
     ("everything else", re.compile(""), "tab:green"),
 )
+LONG_GAP = 20e-6
+"""Seconds of idleness from which the picture shows a gap and says what lies before and behind it."""
+NAMED = 24  # gaps that get a label, the longest ones
 
 
 def main() -> None:
@@ -78,19 +84,34 @@ def watch(runner: rounds.Runner, count: int, graphs: bool) -> list[profile.Opera
 def summary(found: list[profile.Operation], count: int) -> dict:
     """Times and gaps of `count` rounds; few kernels a round say that the profiler saw whole graphs only."""
     begin, end = found[0].start, max(op.start + op.seconds for op in found)
-    gaps = [g * 1e6 for g in profile.idle_gaps(found)]
+    gaps = profile.idle_gaps(found)
+    long = [gap for gap in gaps if gap.seconds > LONG_GAP]
+    places = Counter((gap.after, gap.before) for gap in long)
+    idle = Counter()
+    for gap in long:
+        idle[gap.after, gap.before] += gap.seconds
     return {
         "ms_per_round_watched": (end - begin) / count * 1e3,
         "busy_ms_per_round": profile.busy_seconds(found) / count * 1e3,
         "kernels_per_round": len(found) / count,
-        "longest_gaps_us": [round(g, 1) for g in gaps[:10]],
-        "gaps_above_20_us": sum(g > 20 for g in gaps),
+        "idle_ms_per_round": sum(gap.seconds for gap in gaps) / count * 1e3,
+        "longest_gaps_us": [round(gap.seconds * 1e6, 1) for gap in gaps[:10]],
+        "gaps_above_20_us": len(long),
+        "where": [
+            {"after": after, "before": before, "times": places[after, before], "us_each": seconds / places[after, before] * 1e6}
+            for (after, before), seconds in idle.most_common(12)
+        ],
     }
+
+
+def short(name: str) -> str:
+    """The end of an instruction's or a kernel's name, without the arguments of a C++ function."""
+    return name.partition("(")[0][-32:]
 
 
 def draw(path: Path, found: list[list[profile.Operation]], reports: list[dict]) -> None:
     """One panel for each way of watching."""
-    figure = Figure(figsize=(14, 3.4 * len(found)), layout="constrained")
+    figure = Figure(figsize=(15, 4.4 * len(found)), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, ops, report in zip(figure.subplots(len(found), squeeze=False)[:, 0], found, reports, strict=True):
         begin, left = ops[0].start, ops
@@ -100,6 +121,13 @@ def draw(path: Path, found: list[list[profile.Operation]], reports: list[dict]) 
             spans = [((op.start - begin) * 1e3, op.seconds * 1e3) for op in here]
             total = sum(op.seconds for op in here) / report["rounds"] * 1e3
             axes.broken_barh(spans, (row - 0.4, 0.8), color=colour, label=f"{label}: {total:.2f} ms a round")
+        for i, gap in enumerate(g for g in profile.idle_gaps(ops) if g.seconds > LONG_GAP):
+            start = (gap.start - begin) * 1e3
+            axes.axvspan(start, start + gap.seconds * 1e3, color="tab:red", alpha=0.3, linewidth=0)
+            if i < NAMED:
+                label = f"{gap.seconds * 1e6:.0f} us: {short(gap.after)} … {short(gap.before)}"
+                axes.text(start, len(GROUPS) - 0.3 + 0.45 * (i % 6), label, fontsize="x-small", color="tab:red")
+        axes.set_ylim(-0.6, len(GROUPS) + 2.5)
         longest = report["longest_gaps_us"][0] if report["longest_gaps_us"] else 0
         axes.set(
             yticks=range(len(GROUPS)), yticklabels=[g[0] for g in GROUPS], xlabel="ms",

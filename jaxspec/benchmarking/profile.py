@@ -158,14 +158,25 @@ def busy_seconds(found: Iterable[Operation]) -> float:
     return busy
 
 
-def idle_gaps(found: Iterable[Operation]) -> list[float]:
-    """Seconds in which the device did nothing between operations, the longest first."""
-    gaps, end = [], None
+class Gap(NamedTuple):
+    """Idle time of the device: when it began, how long it was in seconds, the instructions before and behind it."""
+
+    start: float
+    seconds: float
+    after: str
+    before: str
+
+
+def idle_gaps(found: Iterable[Operation]) -> list[Gap]:
+    """When the device did nothing between operations, the longest first."""
+    gaps, last = [], None
     for operation in sorted(found, key=lambda op: op.start):
+        end = None if last is None else last.start + last.seconds
         if end is not None and operation.start > end:
-            gaps.append(operation.start - end)
-        end = max(end or 0.0, operation.start + operation.seconds)
-    return sorted(gaps, reverse=True)
+            gaps.append(Gap(end, operation.start - end, last.instruction, operation.instruction))
+        if end is None or operation.start + operation.seconds >= end:
+            last = operation
+    return sorted(gaps, key=lambda gap: -gap.seconds)
 
 
 def largest(found: Iterable[Operation], sources: dict[str, Source], count: int = 24) -> list[tuple[str, str, int, float]]:

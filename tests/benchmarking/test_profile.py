@@ -64,7 +64,10 @@ def test_times_add_up_by_part_and_gaps_lie_between_operations():
     ]  # fmt: skip
     assert profile.seconds_by_part(found, profile.instruction_sources(HLO)) == {"products": 1.0, "head": 0.5, "other": 0.25}
     assert profile.busy_seconds(found) == 0.5 + 0.75 + 0.25
-    assert profile.idle_gaps(found) == [1.25, 0.5]
+    first, second = profile.idle_gaps(found)
+    assert first == (2.75, 1.25, "gemm.2", "unheard_of") and second == (1.5, 0.5, "gemm_fusion.3", "gemm_fusion.3")
+    within = [Operation("long", 0.0, 3.0), Operation("short", 1.0, 0.5), Operation("next", 4.0, 1.0)]
+    assert profile.idle_gaps(within) == [(3.0, 1.0, "long", "next")]
     assert profile.largest(found, {}, count=1) == [("gemm_fusion", "", 2, 1.0)]
 
 
