@@ -41,7 +41,7 @@ POINTS = [
     *((rows, shape) for shape in TARGET for rows in (128, 64, 32)),
     *((rows, shape) for shape in TARGET for rows in (16, 8, 1)),
     *((rows, shape) for shape in DRAFTS for rows in (128, 64, 32, 16, 8, 1)),
-    *((rows, shape) for shape in SMALL for rows in (64, 8, 2)),
+    *((rows, shape) for shape in SMALL for rows in (64, 8)),
 ]
 READ, L2, SM_RATE, TENSOR = 4.5e12, 5.5e12, 60e9, 3.5e12  # bytes per second; multiply-adds per second and multiprocessor
 MULTIPROCESSORS = 132

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.config import ModelConfig, RopeConfig
 from pallas_kernels import device, lora_shrink
 from pallas_kernels import gated_lora as kernels
+from pallas_kernels.product import product, product_in_parts
 from pallas_kernels.tilings import product_parts
 
 
@@ -27,18 +28,22 @@ def dense(x: Float[Array, "*R I"], layer: dict) -> Float[Array, "*R O"]:
     if isinstance(kernel, dict):
         y = (x @ kernel["q"].astype(x.dtype)) * kernel["scale"].astype(x.dtype)
     else:
-        y = x @ kernel.astype(x.dtype)
+        y = product(x, kernel.astype(x.dtype))
     return y + layer["bias"].astype(x.dtype) if "bias" in layer else y
 
 
 def dense_in_parts(x: Float[Array, "B T I"], layer: dict) -> Float[Array, "parts B T O"]:
     """`dense` as partial sums in float32 where a GPU had better cut the product along its inputs, else in one part."""
-    kernel, parts = layer["kernel"], 1
-    if layer.keys() == {"kernel"} and not isinstance(kernel, dict) and device.capability() is not None:
-        parts = product_parts(x.shape[0] * x.shape[1], *kernel.shape)
+    kernel = layer["kernel"]
+    if layer.keys() != {"kernel"} or isinstance(kernel, dict) or device.capability() is None:
+        return dense(x, layer)[None]
+    by_kernel = product_in_parts(x, kernel.astype(x.dtype))
+    if by_kernel is not None:
+        return by_kernel
+    inputs, outputs = kernel.shape
+    parts = product_parts(x.shape[0] * x.shape[1], inputs, outputs)
     if parts == 1:
         return dense(x, layer)[None]
-    inputs, outputs = kernel.shape
     x = x.reshape(*x.shape[:2], parts, inputs // parts)
     kernel = kernel.reshape(parts, inputs // parts, outputs).astype(x.dtype)
     return jnp.einsum("BTSI,SIO->SBTO", x, kernel, preferred_element_type=jnp.float32)

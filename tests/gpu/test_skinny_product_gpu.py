@@ -1,0 +1,38 @@
+"""Products of a few rows, compiled: errors, and rows that do not depend on how many there are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import product
+
+KERNEL = product._kernel()
+TILINGS = [
+    (4096, 6144, (64, 128, 24, 1, 1)),  # cut alike
+    (4096, 6144, (128, 64, 23, 2, 1)),  # unevenly
+    (4096, 4096, (256, 64, 64, 2, 1)),  # whole tiles
+]
+SHARED = [(4096, 6144, (128, 64, 32, 2, 2)), (4096, 4096, (64, 128, 16, 1, 4)), (4096, 4096, (256, 64, 64, 2, 2))]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("case", range(len(TILINGS + SHARED)))
+def test_rows_of_a_product(case, dtype):
+    if KERNEL is None or not KERNEL.available():
+        pytest.skip("needs Hopper and jax >= 0.11")
+    inputs, outputs, tiling = (TILINGS + SHARED)[case]
+    tiling = KERNEL.Tiling(*tiling)
+    x = jax.random.normal(jax.random.key(0), (128, inputs)).astype(dtype)
+    w = (jax.random.normal(jax.random.key(1), (inputs, outputs)) / inputs**0.5).astype(dtype)
+    with jax.default_matmul_precision("highest"):
+        wanted = np.asarray(x.astype(jnp.float32) @ w.astype(jnp.float32))
+
+    @jax.jit
+    def run(x, w):
+        return KERNEL.add_parts(KERNEL.partial_products(x, w, tiling), tiling, inputs)
+
+    every = np.asarray(run(x, w))
+    np.testing.assert_allclose(every, wanted, atol=2e-4, rtol=2e-4)
+    for rows in (100, 64, 33) if tiling.cluster > 1 else (100, 64, 17, 8, 5, 1):
+        np.testing.assert_array_equal(np.asarray(run(x[:rows], w)), every[:rows])
