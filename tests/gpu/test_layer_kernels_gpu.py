@@ -12,6 +12,7 @@ from pallas_kernels.gated_lora import gated_lora
 from pallas_kernels.kv_commit import kv_write_layers
 from pallas_kernels.lora_shrink import lora_shrink, serves
 from pallas_kernels.rope_write import rope_write
+from pallas_kernels.top_k import top_k
 from tests.kernels.test_rope_write import arguments
 
 
@@ -74,6 +75,16 @@ def test_gated_lora_by_blocks(rows, rank):
     change = np.asarray(hidden.sum(0).astype(jnp.bfloat16), np.float32) @ np.asarray(b, np.float32)
     wanted = np.asarray(y[0], np.float32) + np.where(gate, 2 * change, 0)
     np.testing.assert_allclose(np.asarray(found, np.float32), wanted, rtol=2e-2, atol=4e-2)
+
+
+@pytest.mark.parametrize(("rows", "size", "k"), [(64, 32000, 8), (1, 128256, 4), (8, 151936, 16)])
+def test_top_k(rows, size, k):
+    values = jax.random.randint(jax.random.key(0), (rows, size), -400, 400) / 64  # many ties
+    best, where, mass = jax.jit(lambda x: top_k(x, k))(values)
+    order = np.argsort(-np.asarray(values), axis=1, kind="stable")[:, :k]
+    np.testing.assert_array_equal(where, order)
+    np.testing.assert_array_equal(best, np.take_along_axis(np.asarray(values), order, 1))
+    np.testing.assert_allclose(mass, jnp.exp(values - values.max(1, keepdims=True)).sum(1), rtol=1e-4)
 
 
 @pytest.mark.parametrize(("B", "T"), [(1, 16), (8, 3)])
