@@ -167,6 +167,7 @@ def _multiply(x_smem, w_smem, out_smem, p_hbm, full, empty, *, run, start, stop,
     plgpu.wait_smem_to_gmem(0)
 
 
+@functools.partial(jax.jit, static_argnames=("tiling", "dtype", "interpret"))  # lowered once, however many layers
 def partial_products(
     x: Float[Array, "R K"], w: Float[Array, "K N"], tiling: Tiling, *, dtype=jnp.float32, interpret=None
 ) -> Float[Array, "parts R N"]:
