@@ -126,7 +126,8 @@ def draw(path: Path, found: list[list[profile.Operation]], reports: list[dict]) 
             axes.axvspan(start, start + gap.seconds * 1e3, color="tab:red", alpha=0.3, linewidth=0)
             if i < NAMED:
                 label = f"{gap.seconds * 1e6:.0f} us: {short(gap.after)} … {short(gap.before)}"
-                axes.text(start, len(GROUPS) - 0.3 + 0.45 * (i % 6), label, fontsize="x-small", color="tab:red")
+                side = "right" if gap.start - begin > (ops[-1].start - begin) / 2 else "left"
+                axes.text(start, len(GROUPS) - 0.3 + 0.45 * (i % 6), label, fontsize="x-small", color="tab:red", ha=side)
         axes.set_ylim(-0.6, len(GROUPS) + 2.5)
         longest = report["longest_gaps_us"][0] if report["longest_gaps_us"] else 0
         axes.set(
@@ -136,7 +137,7 @@ def draw(path: Path, found: list[list[profile.Operation]], reports: list[dict]) 
             f"({report['ms_per_round_unwatched']:.2f} unwatched), busy {report['busy_ms_per_round']:.2f}, "
             f"longest gap {longest:.0f} us",
         )  # fmt: skip
-        axes.legend(loc="upper right", fontsize="small")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
     figure.savefig(path, dpi=150)
 
 
