@@ -1,10 +1,16 @@
 """Shared by all tests: jaxspec's core signatures check shapes and types while tests run."""
 
+import importlib.metadata
 import importlib.util
 import os
 
-# Most of the suite's time is spent on compiling tiny programs; LLVM's optimiser is a third of that and changes no result.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Most of the suite's time goes into compiling tiny programs: LLVM's optimiser would be a third of that and changes no result,
+# a module per thread costs more than two cores give back, and the fusion emitters of jaxlib 0.10 (0.11 knows no others) take
+# three times as long as the ones before them.
+FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    FLAGS += " --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("XLA_FLAGS", FLAGS)
 os.environ.setdefault("JAXSPEC_COMPILATION_CACHE", "0")
 
 import gc  # noqa: E402

@@ -19,7 +19,7 @@ LLAMA = str(FIXTURES / "target_llama_smallvocab")
 
 
 def run(*arguments: str, **options) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         [sys.executable, "-m", *arguments], capture_output=True, text=True, env=environment, timeout=600, check=False, **options
     )
