@@ -25,32 +25,32 @@ from jaxspec.config import ModelConfig
 from jaxspec.train import tokenizer_files
 from jaxspec.training import data as rows
 from jaxspec.training.data import Data
-from jaxspec.training.heads import MODULES, head_module
+from jaxspec.training.heads import head_module
 from jaxspec.training.loop import TrainOptions
+from jaxspec.training.objective import Objective
 from jaxspec.training.output import Trained, write_head
 from jaxspec.training.synthesis import SynthesisOptions, synthesise
 from jaxspec.training.together import train_together
+from jaxspec.training.warm import read_start
+
+BLOCK = {"taps": (2, 15, 29), "kv_heads": 9, "mask_token": 16, "candidates": 8192}
+"""Of every block draft. Token 16 is one that SmolLM2 never writes. A key/value head for every query head: what a draft of one
+layer knows of the target's last feature has passed through its values."""
+
+SPARK = {"layers": 1, "block": 5, "anchors": 384, "markov_rank": 16, "ce": 1.0, "tv": 0.5, "soft": 0.8}
 
 RECIPES: dict[str, dict] = {
     "eagle3": {"draft_vocab": 4096, "steps_ahead": 5, "taps": (2, 15, 29)},
-    "dspark": {
-        "layers": 1,
-        "taps": 2,
-        "block": 5,
-        "anchors": 192,
-        "mask_token": 16,
-        "markov_rank": 16,
-        "ce": 1.0,
-        "tv": 0.5,
-        "soft": 0.8,
-    },
+    "dspark": BLOCK | SPARK,
+    "dspark_wide": {"head": "dspark"} | BLOCK | SPARK | {"heads": 12, "kv_heads": 12, "ffn": 1344},
+    "dspark_sharp": {"head": "dspark"} | BLOCK | SPARK | {"label_temperature": 0.7},
     "uno": {"rank": 5, "noise_below": 2, "ce": 0.3, "curriculum_steps": 1500},
-    "dflash": {"layers": 1, "mask_token": 16, "causal": True},
+    "dflash": BLOCK | {"layers": 2, "block": 6, "ffn": 1152, "anchors": 256},
     "eagle": {},
     "mtp": {},
     "standalone": {},
 }
-"""Head → its options for the demo model. Token 16 is one that SmolLM2 never writes."""
+"""Name → options for the demo model; "head" says which kind of head it is where it is not called so."""
 
 
 def say(text: str) -> None:
@@ -74,7 +74,7 @@ def get_data(args, target) -> Data:
     own = args.data / f"data{args.seed}.npz"
     if not own.exists():
         options = SynthesisOptions(tokens=int(args.tokens), length=args.length, rows=args.rows, seed=args.seed)
-        options = dataclasses.replace(options, least_distinct=args.least_distinct)
+        options = dataclasses.replace(options, least_distinct=args.least_distinct, temperatures=tuple(args.temperatures))
         exclude = rows.exclusion_texts(args.exclude, target.tokenizer)
         synthesise(target, options, exclude=exclude, progress=False, log=say).save(own)
     wanted = [args.data / f"data{seed}.npz" for seed in (args.wait or [args.seed])]
@@ -90,7 +90,7 @@ def get_data(args, target) -> Data:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--heads", nargs="+", choices=list(MODULES), default=list(RECIPES))
+    parser.add_argument("--heads", nargs="+", choices=list(RECIPES), required=True)
     parser.add_argument("--budget", type=float, default=480, help="seconds for everything")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data", type=Path, help="folder of the data sets (default: --out)")
@@ -103,6 +103,8 @@ def main() -> int:
     parser.add_argument("--wait", type=int, nargs="*", help="seeds of all processes that write data")
     parser.add_argument("--least-distinct", type=float, default=0.6, help="rows that repeat themselves more are dropped")
     parser.add_argument("--exclude", nargs="*", default=[], help="evaluation prompts (JSONL)")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.0, 0.4, 0.7, 1.0], help="of the answers")
+    parser.add_argument("--start", nargs="*", default=[], metavar="NAME=DIR", help="trained heads to begin with")
     parser.add_argument("--lr", type=json.loads, default={}, help='learning rates that differ, JSON: {"eagle3": 0.002}')
     parser.add_argument("--every", type=json.loads, default={}, help='heads that make fewer steps, JSON: {"mtp": 3}')
     parser.add_argument("--steps", type=int, help="steps of every head in place of time, for trials")
@@ -114,10 +116,16 @@ def main() -> int:
     say("target loaded")
     data = get_data(args, target)
     say(f"{data.num_tokens:,} tokens in {len(data.tokens)} rows, {data.supervised.mean():.0%} answers")
-    objectives = {name: head_module(name).build(target.config, **RECIPES[name]) for name in args.heads}
+    objectives = {name: build(name, target.config) for name in args.heads}
+    starts = {}
+    for name, folder in (text.split("=", 1) for text in args.start):
+        starts[name] = read_start(folder, objectives[name])
+        say(f"{name}: begins with {folder}, which has seen {starts[name].tokens:,} tokens")
     options = {name: options_of(args, name) for name in args.heads}
     minutes = None if args.steps else (args.budget - (time.perf_counter() - BEGIN) - 4 * len(args.heads)) / 60
-    trained = train_together(objectives, target, data, options, minutes=minutes, every=args.every, storage="int8", log=say)
+    trained = train_together(
+        objectives, target, data, options, minutes=minutes, every=args.every, storage="int8", starts=starts, log=say
+    )
     for name, result in trained.items():
         if isinstance(result, Exception):
             traceback.print_exception(result)
@@ -126,9 +134,19 @@ def main() -> int:
     return int(any(isinstance(result, Exception) for result in trained.values()))
 
 
+def kind(name: str) -> str:
+    """Which kind of head a recipe makes."""
+    return RECIPES[name].get("head", name)
+
+
+def build(name: str, target: ModelConfig) -> Objective:
+    """The objective of a recipe."""
+    return head_module(kind(name)).build(target, **{key: value for key, value in RECIPES[name].items() if key != "head"})
+
+
 def options_of(args, name: str) -> TrainOptions:
     """How one head is trained."""
-    module = head_module(name)
+    module = head_module(kind(name))
     return TrainOptions(
         steps=args.steps or 1, batch=args.batch, learning_rate=args.lr.get(name, module.LEARNING_RATE),
         weight_decay=getattr(module, "WEIGHT_DECAY", 0.0), held_out=64, evaluate_every=args.evaluate_every,

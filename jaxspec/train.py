@@ -65,6 +65,8 @@ def parser(head: str | None, cls: type[argparse.ArgumentParser] = argparse.Argum
     p.add_argument("--out", metavar="DIR", help="folder of the trained head (HEAD data: may be left out)")
     p.add_argument("--data", metavar="FILE", help="rows to train on: read if the file exists, else written there")
     p.add_argument("--dtype", help="type that is computed in (default: float32 on a CPU, bfloat16 on a GPU)")
+    p.add_argument("--from", dest="start", metavar="DIR",
+                   help="begin with the weights of a head that was trained before, with the same options")  # fmt: skip
     p.add_argument("--force", action="store_true", help="replace --out if it exists")
     p.add_argument("--quiet", action="store_true", help="no progress bars")
 
@@ -221,6 +223,7 @@ def train_head(args: argparse.Namespace, target, log) -> int:
     from jaxspec.training import heads
     from jaxspec.training.loop import TrainOptions, remove_checkpoints, train
     from jaxspec.training.output import write_head
+    from jaxspec.training.warm import read_start
 
     out = Path(args.out).expanduser().absolute()
     if out.exists() and not args.force:
@@ -230,9 +233,11 @@ def train_head(args: argparse.Namespace, target, log) -> int:
     decay = getattr(module, "WEIGHT_DECAY", 0.0)
     budget = {"minutes": 10.0} if args.steps is None and args.minutes is None else {}
     options = chosen(args, TrainOptions, learning_rate=module.LEARNING_RATE, weight_decay=decay, **budget)
+    start = None if args.start is None else read_start(args.start, objective)
     work = out.with_name(f".{out.name}-training")
     data = get_data(args, target, log, work)
-    trained = train(objective, target, data, options, folder=work, storage=args.quantize, progress=not args.quiet, log=log)
+    shown = {"progress": not args.quiet, "log": log}
+    trained = train(objective, target, data, options, folder=work, storage=args.quantize, start=start, **shown)
     for number, loss in enumerate(trained.losses):
         if number == 0 or number == len(trained.losses) - 1:
             log(f"step {number + 1}: loss {loss:.4f}")

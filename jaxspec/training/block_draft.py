@@ -17,19 +17,47 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.drafters import dflash_model
 from jaxspec.drafters.dflash_config import DFlashConfig
-from jaxspec.models import decoder
 from jaxspec.training import initial
 from jaxspec.training.blocks import block_attend, sample_anchors, take
+from jaxspec.training.eagle3 import head_columns, target_choices
+from jaxspec.training.losses import CHUNK
 from jaxspec.training.objective import Objective, Option, View
+
+
+class Narrowed(NamedTuple):
+    """What logits over the tokens that a step looks at are made of, C of them.
+
+    Attributes:
+      params: the draft's parameters; what follows the logits has C columns.
+      tree, target: the target's output matrix and configuration with C tokens.
+      offset: to be added to logits before a softmax [C].
+      rows: the drafts; a label is a place among the C tokens, -1 where it is none of them.
+    """
+
+    params: dict
+    tree: dict
+    target: ModelConfig
+    offset: Float[Array, " C"]
+    rows: Rows
+
+
+def tap_choice(text: str) -> int | tuple[int, ...]:
+    """A number of taps, or the taps themselves, from the command line: "3" or "2,15,29"."""
+    return tuple(int(part) for part in text.split(",") if part) if "," in text else int(text)
+
 
 OPTIONS = {
     "layers": Option(int, 1, "transformer layers of the draft"),
     "block": Option(int, 8, "slots of a block"),
-    "taps": Option(int, 3, "hidden states of the target that the draft reads"),
+    "taps": Option(tap_choice, 3, "hidden states of the target that the draft reads: how many, or which, as 2,15,29"),
+    "kv_heads": Option(int, 0, "key/value heads of a layer: what it reads of a token passes through them; 0 is the target's"),
+    "heads": Option(int, 0, "attention heads of a layer; 0 is the target's"),
+    "ffn": Option(int, 0, "width of a layer's feed-forward part; 0 is the target's"),
     "anchors": Option(int, 64, "blocks that are drafted in every row of a batch"),
     "causal": Option(bool, False, "slots see only slots before them, as trees over one block like it"),
     "off_path": Option(float, 0.5, "weight of drafts behind a token that is not the target's most likely one"),
     "mask_token": Option(int, None, "token in the slots to be filled, one that texts do not hold (default: the last one)"),
+    "candidates": Option(int, 0, "tokens whose logits a step looks at, those of its texts first; 0 is all: no sampling"),
 }
 """Options of both heads."""
 
@@ -65,20 +93,45 @@ def spread_taps(num_layers: int, count: int) -> tuple[int, ...]:
 
 
 def draft_config(
-    target: ModelConfig, *, layers: int, block: int, taps: int, causal: bool, mask_token: int | None, **heads
+    target: ModelConfig,
+    *,
+    layers: int,
+    block: int,
+    taps: int | tuple[int, ...],
+    causal: bool,
+    mask_token: int | None,
+    heads: int = 0,
+    kv_heads: int = 0,
+    ffn: int = 0,
+    **parts,
 ) -> DFlashConfig:
     """The configuration of a new draft: layers of the target's widths with q/k norms, which published formats expect.
 
+    Args:
+      target: the target.
+      layers, block, taps, causal, mask_token, heads, kv_heads, ffn: see `OPTIONS`.
+      parts: further fields of `DFlashConfig`.
+
     Raises:
-      ConfigError: no layers, no taps, or a block too short for a draft.
+      ConfigError: no layers, no taps or none that the target has, heads that do not share keys evenly, or a block too short
+        for a draft.
     """
-    for name, value in (("layers", layers), ("taps", taps), ("block", block)):
+    for name, value in (("layers", layers), ("taps", taps if isinstance(taps, int) else len(taps)), ("block", block)):
         if value < 1:
             raise ConfigError(f"{name}={value} must be at least 1")
+    taps = spread_taps(target.num_layers, taps) if isinstance(taps, int) else tuple(taps)
+    if not all(0 <= tap <= target.num_layers for tap in taps):
+        raise ConfigError(f"taps={taps} must be hidden states 0 … {target.num_layers} of the target")
     shape = initial.plain_layers(target, layers, family="dflash", qk_norm=True, qkv_bias=False, architecture="")
+    heads, kv_heads, ffn = heads or shape.num_heads, kv_heads or shape.num_kv_heads, ffn or shape.ffn_size
+    if min(heads, kv_heads, ffn) < 1 or heads % kv_heads:
+        raise ConfigError(f"heads={heads} must be a multiple of kv_heads={kv_heads}, and ffn={ffn} positive")
     return DFlashConfig(
-        layers=replace(shape, tie_embeddings=False, bos_token_id=None, stop_token_ids=()),
-        taps=spread_taps(target.num_layers, taps),
+        layers=replace(
+            shape, tie_embeddings=False, bos_token_id=None, stop_token_ids=(), num_heads=heads, num_kv_heads=kv_heads,
+            ffn_size=ffn,
+        ),
+        taps=taps,
         target_hidden_size=target.hidden_size,
         draft_vocab_size=target.vocab_size,
         block_size=block,
@@ -86,8 +139,8 @@ def draft_config(
         causal_head=causal,
         embedding_scale=target.embedding_scale,
         logit_softcap=target.logit_softcap,
-        **heads,
-    )
+        **parts,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -97,16 +150,20 @@ class BlockDraftObjective(Objective):
     Attributes:
       anchors: blocks in every row.
       off_path: weight of drafts behind tokens of the text that greedy decoding would not have chosen.
+      candidates: tokens whose logits a step looks at (`narrow`); 0 for all.
     """
 
     anchors: int
     off_path: float
+    candidates: int
 
     def __post_init__(self):
         if self.anchors < 1:
             raise ConfigError(f"anchors={self.anchors} must be at least 1")
         if not 0.0 <= self.off_path <= 1.0:
             raise ConfigError(f"off_path={self.off_path} must lie in [0, 1]")
+        if self.candidates < 0:
+            raise ConfigError(f"candidates={self.candidates} must be a number of tokens, or 0 for all of them")
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -137,7 +194,10 @@ class BlockDraftObjective(Objective):
         Its input norm therefore moves into the projection. Where the target has no q/k norms, ours begin as one factor that
         gives queries and keys the size that they have there for inputs without correlations.
         """
-        made = initial.layer_from_target(key, self.config.layers, self.target, target_tree, source, index)
+        c = self.config.layers
+        made = initial.layer_from_target(key, c, self.target, target_tree, source, index)
+        if self.target.mla is None and (c.num_heads, c.num_kv_heads) != (self.target.num_heads, self.target.num_kv_heads):
+            initial.copy_heads(made["attention"], c, target_tree["layers"][str(source)]["attention"], self.target)
         attention, norm = made["attention"], made["input_norm"]
         kernel = attention["qkv"]["kernel"] * norm["scale"][:, None]
         attention["qkv"]["kernel"], norm["scale"] = kernel, jnp.ones_like(norm["scale"])
@@ -146,7 +206,6 @@ class BlockDraftObjective(Objective):
             for name in ("q_norm", "k_norm"):
                 attention[name]["scale"] = initial.norm_scale(self.target, given[name])
             return made
-        c = self.config.layers
         groups = c.num_heads // c.num_kv_heads
         sizes = jnp.sum(jnp.square(kernel), 0).reshape(c.num_kv_heads, groups + 2, c.head_dim)
         attention["q_norm"]["scale"] *= jnp.sqrt(jnp.mean(sizes[:, :groups]))
@@ -197,9 +256,31 @@ class BlockDraftObjective(Objective):
         )
         return entries, valid
 
-    def target_logits(self, view: View, hidden: Float[Array, "*R E"]) -> Float[Array, "*R V"]:
-        """The target's own logits."""
-        return decoder.unembed(view.tree, self.target, hidden)
+    def narrow(self, params: dict, view: View, rows: Rows, key: jax.Array) -> Narrowed:
+        """The tokens whose logits this step looks at: all, or `candidates` of them, which takes a fraction of the time.
+
+        Candidates are the tokens of the batch's texts and those that the target finds most likely somewhere in it, so that
+        no label is absent; tokens drawn at random from all others stand for these, each with the weight of as many as there
+        are for one drawn (sampled softmax, Jean et al. 2015).
+        """
+        V, C = self.target.vocab_size, self.candidates
+        if not 0 < C < V:
+            return Narrowed(params, view.tree, self.target, jnp.zeros(()), rows)
+        seen = jnp.zeros(V).at[view.tokens].add(1.0).at[target_choices(view, self.target)].add(1.0)
+        _, ids = jax.lax.top_k(seen + jax.random.uniform(key, (V,), maxval=0.5), C)
+        kept = jnp.minimum(jnp.sum(seen > 0), C)
+        drawn = jnp.log(jnp.maximum(V - kept, 1)) - jnp.log(jnp.maximum(C - kept, 1))
+        place = jnp.full(V, -1, jnp.int32).at[ids].set(jnp.arange(C, dtype=jnp.int32))
+        target = replace(self.target, vocab_size=C, tie_embeddings=False)
+        tree = {"head": {"kernel": head_columns(self.target, view.tree, ids)}}
+        if self.config.markov is not None:
+            out = {"kernel": params["markov"]["out"]["kernel"][:, ids]}
+            params = {**params, "markov": {**params["markov"], "out": out}}
+        return Narrowed(params, tree, target, jnp.where(seen[ids] > 0, 0.0, drawn), rows._replace(label=place[rows.label]))
+
+    def chunk(self) -> int:
+        """Rows whose logits are in memory at a time."""
+        return CHUNK * self.target.vocab_size // self.candidates if self.candidates else CHUNK
 
     def weights(
         self, valid: Bool[Array, "B A D"], likely: Bool[Array, "B A D"], decay: Float[Array, " D"]

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.drafters import dflash_model
+from jaxspec.models import decoder
 from jaxspec.training import block_draft
 from jaxspec.training.block_draft import BlockDraftObjective
 from jaxspec.training.losses import masked_mean, over_rows_frozen, soft_cross_entropy
@@ -51,16 +52,20 @@ class DFlashObjective(BlockDraftObjective):
         """The loss of one batch; metrics: "accept", and "ce", the cross entropy against the target of all drafts alike."""
         del step
         rows, valid = self.blocks(params, view, key)
+        params, tree, own, offset, rows = self.narrow(params, view, rows, jax.random.fold_in(key, 1))
+        valid &= (rows.label >= 0).reshape(valid.shape)
 
         def row(hidden, target_hidden, label):
-            logits = dflash_model.logits(params, self.config, view.tree, self.target, hidden)
-            target = self.target_logits(view, target_hidden)
+            logits = dflash_model.logits(params, self.config, tree, own, hidden)
+            target = decoder.unembed(tree, own, target_hidden)
+            match, best = jnp.argmax(logits), jnp.argmax(target)
+            logits, target = logits + offset, target + offset * self.label_temperature
             soft = soft_cross_entropy(logits, target / self.label_temperature)
             hard = jax.nn.logsumexp(logits) - logits[label]
-            best = jnp.argmax(target)
-            return self.soft * soft + (1 - self.soft) * hard, (jnp.argmax(logits) == best, label == best, soft)
+            return self.soft * soft + (1 - self.soft) * hard, (match == best, label == best, soft)
 
-        loss, (match, likely, soft) = over_rows_frozen(row, rows.hidden, (rows.target_hidden, rows.label))
+        further = (rows.target_hidden, rows.label)
+        loss, (match, likely, soft) = over_rows_frozen(row, rows.hidden, further, chunk=self.chunk())
         loss, match, likely, soft = (x.reshape(valid.shape) for x in (loss, match, likely, soft))
         decay = jnp.exp(-jnp.arange(valid.shape[-1]) / self.gamma)
         accept = chain_accept(jnp.moveaxis(match, -1, 0), jnp.all(valid, -1))
@@ -72,11 +77,15 @@ def build(
     *,
     layers: int = OPTIONS["layers"].default,
     block: int = OPTIONS["block"].default,
-    taps: int = OPTIONS["taps"].default,
+    taps: int | tuple[int, ...] = OPTIONS["taps"].default,
+    heads: int = OPTIONS["heads"].default,
+    kv_heads: int = OPTIONS["kv_heads"].default,
+    ffn: int = OPTIONS["ffn"].default,
     anchors: int = OPTIONS["anchors"].default,
     causal: bool = OPTIONS["causal"].default,
     off_path: float = OPTIONS["off_path"].default,
     mask_token: int | None = None,
+    candidates: int = OPTIONS["candidates"].default,
     gamma: float | None = None,
     soft: float = OPTIONS["soft"].default,
     label_temperature: float = OPTIONS["label_temperature"].default,
@@ -87,10 +96,12 @@ def build(
       ConfigError: an option is out of range for this target.
     """
     config = block_draft.draft_config(
-        target, layers=layers, block=block, taps=taps, causal=causal, mask_token=mask_token
+        target, layers=layers, block=block, taps=taps, causal=causal, mask_token=mask_token, heads=heads,
+        kv_heads=kv_heads, ffn=ffn,
     )  # fmt: skip
     if gamma is None:
         gamma = float(np.interp(block, (8, 10, 16), (4, 5, 7)))
     return DFlashObjective(
-        target, config, anchors=anchors, off_path=off_path, gamma=gamma, soft=soft, label_temperature=label_temperature
+        target, config, anchors=anchors, off_path=off_path, candidates=candidates, gamma=gamma, soft=soft,
+        label_temperature=label_temperature,
     )  # fmt: skip

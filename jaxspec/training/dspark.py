@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.drafters import dflash_heads, dflash_model
+from jaxspec.models import decoder
 from jaxspec.training import block_draft
 from jaxspec.training.block_draft import BlockDraftObjective
 from jaxspec.training.losses import masked_mean, over_rows, soft_cross_entropy
@@ -24,7 +25,7 @@ DECAY = 4.0
 
 OPTIONS = block_draft.OPTIONS | {
     "block": Option(int, 7, "slots of a block, each of which drafts a token"),
-    "taps": Option(int, 2, "hidden states of the target that the draft reads"),
+    "taps": block_draft.OPTIONS["taps"]._replace(default=2),
     "markov_rank": Option(int, 16, "rank of the correction by the token before"),
     "markov": Option(str, "vanilla", "kind of that correction: vanilla or gated"),
     "confidence": Option(bool, True, "train an estimate of acceptance, by which chains can end early"),
@@ -74,13 +75,16 @@ class DSparkObjective(BlockDraftObjective):
         del step
         config = self.config
         rows, valid = self.blocks(params, view, key)
-        valid = jnp.cumprod(valid, axis=-1).astype(bool)
+        params, tree, own, offset, rows = self.narrow(params, view, rows, jax.random.fold_in(key, 1))
+        valid = jnp.cumprod(valid & (rows.label >= 0).reshape(valid.shape), axis=-1).astype(bool)
 
         def row(hidden, target_hidden, previous, label):
-            base = dflash_model.logits(params, config, view.tree, self.target, hidden)
+            base = dflash_model.logits(params, config, tree, own, hidden)
             state = dflash_heads.initial_state(config, 1)
             logits = dflash_heads.step(params, config, hidden[None], base[None], previous[None, None], state).logits[0, 0]
-            target = self.target_logits(view, target_hidden)
+            target = decoder.unembed(tree, own, target_hidden)
+            match, best = jnp.argmax(logits), jnp.argmax(target)
+            logits, target = logits + offset, target + offset * self.label_temperature
             p = jax.nn.softmax(target / self.label_temperature)
             distance = jnp.sum(jnp.abs(p - jax.nn.softmax(logits)))
             hard = jax.nn.logsumexp(logits) - logits[label]
@@ -90,11 +94,10 @@ class DSparkObjective(BlockDraftObjective):
                 logit = dflash_heads.confidence(params, config, hidden[None, None], previous[None, None])[0, 0]
                 bce = jax.nn.softplus(logit) - logit * jax.lax.stop_gradient(1 - distance / 2)
             terms = {"ce": ce, "tv": distance, "confidence": bce}
-            best = jnp.argmax(target)
             total = self.ce * ce + self.tv * distance + self.estimate * bce
-            return total, (terms, jnp.argmax(logits) == best, label == best)
+            return total, (terms, match == best, label == best)
 
-        out = over_rows(row, tuple(rows))
+        out = over_rows(row, tuple(rows), chunk=self.chunk())
         loss, (terms, match, likely) = jax.tree.map(lambda x: x.reshape(valid.shape), out)
         weights = self.weights(valid, likely, jnp.exp(-jnp.arange(valid.shape[-1]) / DECAY))
         accept = chain_accept(jnp.moveaxis(match, -1, 0), jnp.all(valid, -1))
@@ -106,11 +109,15 @@ def build(
     *,
     layers: int = OPTIONS["layers"].default,
     block: int = OPTIONS["block"].default,
-    taps: int = OPTIONS["taps"].default,
+    taps: int | tuple[int, ...] = OPTIONS["taps"].default,
+    heads: int = OPTIONS["heads"].default,
+    kv_heads: int = OPTIONS["kv_heads"].default,
+    ffn: int = OPTIONS["ffn"].default,
     anchors: int = OPTIONS["anchors"].default,
     causal: bool = OPTIONS["causal"].default,
     off_path: float = OPTIONS["off_path"].default,
     mask_token: int | None = None,
+    candidates: int = OPTIONS["candidates"].default,
     markov_rank: int = OPTIONS["markov_rank"].default,
     markov: str = OPTIONS["markov"].default,
     confidence: bool = OPTIONS["confidence"].default,
@@ -128,11 +135,11 @@ def build(
     if markov_rank < 0 or not (markov_rank or confidence):
         raise ConfigError(f"markov_rank={markov_rank} must be at least 1, or 0 with confidence on: dflash has neither head")
     config = block_draft.draft_config(
-        target, layers=layers, block=block, taps=taps, causal=causal, mask_token=mask_token, anchor_predicts=True,
-        markov_rank=markov_rank, markov=markov if markov_rank else None,
+        target, layers=layers, block=block, taps=taps, causal=causal, mask_token=mask_token, heads=heads,
+        kv_heads=kv_heads, ffn=ffn, anchor_predicts=True, markov_rank=markov_rank, markov=markov if markov_rank else None,
         confidence=("markov" if markov_rank else "hidden") if confidence else None,
     )  # fmt: skip
     return DSparkObjective(
-        target, config, anchors=anchors, off_path=off_path, ce=ce, tv=tv, estimate=estimate, soft=soft,
-        label_temperature=label_temperature,
+        target, config, anchors=anchors, off_path=off_path, candidates=candidates, ce=ce, tv=tv, estimate=estimate,
+        soft=soft, label_temperature=label_temperature,
     )  # fmt: skip

@@ -92,3 +92,32 @@ def _copy(into: dict, source: dict) -> None:
             found = source.get(name, {}).get(leaf)
             if found is not None and not isinstance(found, dict) and found.shape == value.shape:
                 part[leaf] = found.astype(jnp.float32)
+
+
+def copy_heads(into: dict, config: ModelConfig, source: dict, target: ModelConfig) -> None:
+    """Attention heads of the target for a layer that has more heads, or more key/value heads, than the target.
+
+    A head takes the target's query and output of its number, and the keys and values that the target's head reads; heads that
+    the target does not have stay as they are.
+    """
+    E, D = config.hidden_size, config.head_dim
+    if target.head_dim != D or "kernel" not in source.get("qkv", {}):
+        return
+
+    def split(kernel, c: ModelConfig):
+        parts = kernel.reshape(E, c.num_kv_heads, c.num_heads // c.num_kv_heads + 2, D)
+        return parts[:, :, :-2].reshape(E, c.num_heads, D), parts[:, :, -2], parts[:, :, -1]
+
+    q, k, v = split(into["qkv"]["kernel"], config)
+    theirs = split(source["qkv"]["kernel"].astype(jnp.float32), target)
+    count = min(config.num_heads, target.num_heads)
+    q = q.at[:, :count].set(theirs[0][:, :count])
+    firsts = jnp.arange(config.num_kv_heads) * (config.num_heads // config.num_kv_heads)  # the first head that reads each
+    read, known = firsts * target.num_kv_heads // target.num_heads, firsts < target.num_heads
+    k, v = (
+        jnp.where(known[:, None], theirs[i][:, jnp.minimum(read, target.num_kv_heads - 1)], own) for i, own in ((1, k), (2, v))
+    )
+    grouped = q.reshape(E, config.num_kv_heads, -1, D)
+    into["qkv"]["kernel"] = jnp.concatenate([grouped, k[:, :, None], v[:, :, None]], 2).reshape(E, -1)
+    rows = count * D
+    into["out"]["kernel"] = into["out"]["kernel"].at[:rows].set(source["out"]["kernel"][:rows].astype(jnp.float32))

@@ -28,6 +28,7 @@ from jaxspec.training.objective import Objective, View, cast, merge
 from jaxspec.training.output import Trained, as_stored, write_jsonl
 from jaxspec.training.reading import Reader, narrowed
 from jaxspec.training.state import latest_checkpoint, load_checkpoint, save_checkpoint
+from jaxspec.training.warm import Start
 
 LAST_STEP = 1 << 30
 """The step that measurements are made as: behind every curriculum."""
@@ -142,6 +143,7 @@ def train(
     folder: Path | None = None,
     storage: str | None = None,
     taps: tuple[int, ...] = (),
+    start: Start | None = None,
     progress: bool = True,
     log: Callable[[str], None] = lambda text: None,
 ) -> Trained:
@@ -157,6 +159,7 @@ def train(
       taps: further features that the target's pass gives. Heads that are trained one after another on the same rows compile
         that pass once when all of them get the taps of all.
       storage: how the head will be stored ("int8"): its accept length is measured as stored, too.
+      start: a head trained before, whose weights are the first ones of this run (`jaxspec.training.warm.read_start`).
       progress: show a bar on stderr.
       log: receives what happened in words.
 
@@ -164,7 +167,7 @@ def train(
       ConfigError: too few rows, a target in float16, a loss that is not finite, or `folder` holds checkpoints of a run with
         other options or rows.
     """
-    return Run(objective, target, data, options, folder, log, taps).run(progress, storage)
+    return Run(objective, target, data, options, folder, log, taps, earlier=start).run(progress, storage)
 
 
 class Run:
@@ -175,8 +178,9 @@ class Run:
     """
 
     def __init__(
-        self, objective, target, data: Data, options: TrainOptions, folder, log, taps: tuple[int, ...] = (), reader=None
-    ):
+        self, objective, target, data: Data, options: TrainOptions, folder, log, taps: tuple[int, ...] = (), reader=None,
+        earlier: Start | None = None,
+    ):  # fmt: skip
         self.objective, self.target, self.options, self.folder, self.log = objective, target, options, folder, log
         self.begin = time.perf_counter()
         kept, held_out = data.split(min(options.held_out, max(len(data.tokens) // 4, 1)))
@@ -194,7 +198,7 @@ class Run:
         if reader is None:
             reader = Reader(target, tuple(jnp.asarray(np.concatenate(pair)) for pair in pairs), self.taps)
         self.reader = reader
-        self.start = None
+        self.start, self.earlier = None, earlier
         # what must agree for a checkpoint to be gone on with
         asked = dataclasses.asdict(options)
         for name in ("stop_after", "checkpoint_every", "checkpoint_steps", "evaluate_every", "evaluate_steps"):
@@ -202,6 +206,7 @@ class Run:
         self.identity = json.loads(json.dumps({
             "head": {"objective": type(objective).__name__, **dataclasses.asdict(objective)}, "options": asked,
             "rows": self.num_rows, "length": self.length, "dtype": self.dtype, "data": data.about, "content": digest(data),
+            **({} if earlier is None else {"start": earlier.digest}),
         }, sort_keys=True, default=repr))  # fmt: skip
 
     def initial(self):
@@ -218,6 +223,8 @@ class Run:
             return cast(trainable, jnp.float32), constants
 
         trainable, constants = made(jax.random.fold_in(key, 0), self.target.tree, counts)
+        if self.earlier is not None:
+            trainable, constants = self.earlier.replace(trainable, constants)
         return (trainable, optimiser(self.options).init(trainable), jax.random.fold_in(key, 1)), constants
 
     def step(self, state, constants, number: int, total: int):
@@ -295,7 +302,8 @@ class Run:
 
         options = self.options
         state, constants = self.initial()
-        number, total, losses, curve = 0, options.steps, [], []
+        number, total, losses, curve = 0, options.steps, [], [] if self.earlier is None else list(self.earlier.curve)
+        before = 0 if self.earlier is None else self.earlier.tokens
         found = latest_checkpoint(self.folder) if self.folder is not None else None
         if found is not None:
             state, kept = self.restore(found, state)
@@ -322,7 +330,7 @@ class Run:
         first = number
         with tqdm(total=total, initial=number, unit="step", desc="training", disable=not progress) as bar:
             if number == 0:
-                curve.append({"step": 0, "tokens": 0, "seconds": 0.0, **self.evaluate(*state[:2], constants)})
+                curve.append({"step": 0, "tokens": before, "seconds": 0.0, **self.evaluate(*state[:2], constants)})
             while number < end:
                 state, metrics = self.step(state, constants, number, total)
                 number += 1
@@ -335,8 +343,9 @@ class Run:
                     settle()
                     speed = (number - first) * tokens_a_step / (time.perf_counter() - started)
                     curve.append({
-                        "step": number, "tokens": number * tokens_a_step, "seconds": round(time.perf_counter() - self.begin, 2),
-                        "loss": losses[-1], "tokens_per_second": round(speed), **self.evaluate(*state[:2], constants),
+                        "step": number, "tokens": before + number * tokens_a_step,
+                        "seconds": round(time.perf_counter() - self.begin, 2), "loss": losses[-1],
+                        "tokens_per_second": round(speed), **self.evaluate(*state[:2], constants),
                     })  # fmt: skip
                     self.write_curve(curve)
                     bar.set_postfix_str(
@@ -359,6 +368,8 @@ class Run:
             "data": self.identity["data"],
             "distinct_tokens": self.num_rows * self.length,
         }  # fmt: skip
+        if self.earlier is not None:
+            about |= {"tokens_of_all_runs": before + about["tokens"], "started_from": self.earlier.provenance()}
         if curve:
             about["held_out_accept_length"] = curve[-1]["accept_length"]
         draft = None

@@ -17,6 +17,7 @@ from jaxspec.training.data import Data
 from jaxspec.training.loop import CALIBRATION_STEPS, LAST_STEP, Run, TrainOptions
 from jaxspec.training.objective import Objective
 from jaxspec.training.output import Trained
+from jaxspec.training.warm import Start
 
 
 def train_together(
@@ -28,6 +29,7 @@ def train_together(
     minutes: float | None = None,
     every: Mapping[str, int] | None = None,
     storage: str | None = None,
+    starts: Mapping[str, Start] | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Trained | Exception]:
     """Trains heads step by step in turn. All see the same rows at the same step, and the target reads these once for all.
@@ -43,6 +45,7 @@ def train_together(
       every: heads that take part in every n-th turn only; 1 where nothing is said. Such a head still sees the rows of its own
         step, so that the target may read twice in a turn. With `minutes` it makes fewer steps; else it only ends later.
       storage: see `jaxspec.training.loop.train`.
+      starts: heads trained before, by the name of the head that begins with their weights.
       log: receives what happened in words.
 
     Returns:
@@ -64,7 +67,10 @@ def train_together(
     runs: dict[str, Run] = {}
     for name, objective in objectives.items():
         reader = next((run.reader for run in runs.values()), None)
-        runs[name] = Run(objective, target, data, options[name], None, lambda text, n=name: log(f"{n}: {text}"), taps, reader)
+        runs[name] = Run(
+            objective, target, data, options[name], None, lambda text, n=name: log(f"{n}: {text}"), taps, reader,
+            earlier=(starts or {}).get(name),
+        )  # fmt: skip
     done: dict[str, Trained | Exception] = {}
 
     def fail(name: str, error: Exception) -> None:
