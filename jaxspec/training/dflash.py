@@ -60,7 +60,8 @@ class DFlashObjective(BlockDraftObjective):
             target = decoder.unembed(tree, own, target_hidden)
             match, best = jnp.argmax(logits), jnp.argmax(target)
             logits, target = logits + offset, target + offset * self.label_temperature
-            soft = soft_cross_entropy(logits, target / self.label_temperature)
+            p = jax.nn.softmax(target / self.label_temperature)
+            soft = soft_cross_entropy(logits, target / self.label_temperature) + jnp.sum(p * offset)
             hard = jax.nn.logsumexp(logits) - logits[label]
             return self.soft * soft + (1 - self.soft) * hard, (match == best, label == best, soft)
 

@@ -88,7 +88,8 @@ class DSparkObjective(BlockDraftObjective):
             p = jax.nn.softmax(target / self.label_temperature)
             distance = jnp.sum(jnp.abs(p - jax.nn.softmax(logits)))
             hard = jax.nn.logsumexp(logits) - logits[label]
-            ce = (1 - self.soft) * hard + self.soft * soft_cross_entropy(logits, target / self.label_temperature)
+            soft = soft_cross_entropy(logits, target / self.label_temperature) + jnp.sum(p * offset)
+            ce = (1 - self.soft) * hard + self.soft * soft
             bce = jnp.zeros(())
             if config.confidence is not None:
                 logit = dflash_heads.confidence(params, config, hidden[None, None], previous[None, None])[0, 0]
