@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-T = TypeVar("T")
+from jaxspec.fused_attention import causal_rows, works
 
 CHUNK = 256
 """Queries whose scores are in memory at a time; keys behind a chunk are never touched (a third of the work for 768)."""
@@ -23,16 +19,8 @@ def row_attend(cache, q, k, v, *, scale: float, window: int | None, softcap: flo
     del cache
     plain = softcap is None and q.shape[-1] == v.shape[-1]
     if plain and suits_cudnn(q) and fused_attention_works(windowed=window is not None):
-        span = None if window is None else (window - 1, 0)
-        out = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, local_window_size=span, implementation="cudnn")
-        return out, None
+        return causal_rows(q, k, v, scale=scale, window=window, implementation="cudnn"), None
     return unrolled_attend((), q, k, v, scale=scale, window=window, softcap=softcap)[0], None
-
-
-def apart(function: Callable[[], T]) -> T:
-    """Runs a function on a thread of its own: its arrays are values there, even when the caller is being traced."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(function).result()
 
 
 def suits_cudnn(q: Array) -> bool:
@@ -43,29 +31,14 @@ def suits_cudnn(q: Array) -> bool:
 @functools.cache
 def fused_attention_works(windowed: bool) -> bool:
     """Whether cuDNN's attention and its gradient compile and run on the default device; warns on a GPU where they do not."""
-    if jax.default_backend() not in ("gpu", "cuda"):
-        return False
-    span = (31, 0) if windowed else None
+    attend = functools.partial(causal_rows, scale=0.125, window=32 if windowed else None, implementation="cudnn")
 
-    def attend(x):
-        return jax.nn.dot_product_attention(x, x, x, is_causal=True, local_window_size=span, implementation="cudnn")
-
-    def trial():
-        value, pull = jax.vjp(attend, jnp.zeros((1, 128, 2, 64), jnp.bfloat16))
+    def trial() -> bool:
+        value, pull = jax.vjp(lambda x: attend(x, x, x), jnp.zeros((1, 128, 2, 64), jnp.bfloat16))
         jax.block_until_ready(pull(value))
+        return True
 
-    try:
-        apart(trial)
-    except Exception as error:  # whatever a missing or old cuDNN raises: there is another way
-        warn_of_cudnn("sliding-window attention" if windowed else "attention", error)
-        return False
-    return True
-
-
-def warn_of_cudnn(what: str, reason: object) -> None:
-    """Says that training goes on with slower code."""
-    reason = f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else reason
-    warnings.warn(f"cuDNN's {what} does not work here, training does without, which is slower ({reason})", stacklevel=3)
+    return works(trial, "sliding-window attention" if windowed else "attention", "training")
 
 
 def unrolled_attend(cache: tuple, q, k, v, *, scale: float, window: int | None, softcap: float | None) -> tuple[Array, tuple]:

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxspec.fused_attention import apart, warn_of_cudnn
 from jaxspec.models.decoder import Attend
-from jaxspec.training.attention import apart, suits_cudnn, warn_of_cudnn
+from jaxspec.training.attention import suits_cudnn
 
 
 def sample_anchors(key: PRNGKeyArray, allowed: Bool[Array, "B T"], count: int) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
@@ -140,10 +141,10 @@ def agrees(function) -> bool:
     try:
         found = results(function)
     except Exception as error:  # whatever a missing or old cuDNN raises: there is another way
-        warn_of_cudnn("masked attention", error)
+        warn_of_cudnn("masked attention", error, "training")
         return False
     plain = results(partial(blocks, scale=TRIAL_SCALE, softcap=None))
     same = all(bool(jnp.allclose(a, b, rtol=0.05, atol=0.05)) for a, b in zip(found, plain, strict=True))
     if not same:
-        warn_of_cudnn("masked attention", "its results differ from those of plain products")
+        warn_of_cudnn("masked attention", "its results differ from those of plain products", "training")
     return same

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec import fused_attention
 from jaxspec.training import attention, blocks
 
 
@@ -40,6 +41,7 @@ def test_only_what_cudnn_takes_goes_there(monkeypatch, head_size, fused, window)
         (partial(attention.fused_attention_works.__wrapped__, windowed=False), "cuDNN's attention"),
         (partial(attention.fused_attention_works.__wrapped__, windowed=True), "cuDNN's sliding-window attention"),
         (blocks.fused_blocks_work.__wrapped__, "cuDNN's masked attention"),
+        (partial(fused_attention.prefill_works.__wrapped__, jnp.dtype("float16"), 8, True), "cuDNN's sliding-window attention"),
     ],
 )
 def test_a_gpu_without_a_working_cudnn_is_told_why(monkeypatch, works, what):
@@ -54,7 +56,8 @@ def test_a_gpu_without_a_working_cudnn_is_told_why(monkeypatch, works, what):
 
 def test_a_cpu_is_not_asked(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    monkeypatch.setattr(attention, "apart", None)  # nothing is tried out
+    monkeypatch.setattr(fused_attention, "apart", None)  # nothing is tried out
     monkeypatch.setattr(blocks, "apart", None)
     assert attention.fused_attention_works.__wrapped__(windowed=False) is False
+    assert fused_attention.prefill_works.__wrapped__(jnp.dtype("bfloat16"), 64, windowed=False) is False
     assert blocks.fused_blocks_work.__wrapped__() is False
