@@ -1,6 +1,7 @@
 """Trains the demo model's heads: one data set, and all heads at once on it within a time budget.
 
     PYTHONPATH=. python3 benchmarks/train_demo.py --budget 480 --tokens 12e6 --out OUT --heads eagle3 dspark uno
+    PYTHONPATH=. python3 benchmarks/train_demo.py … --heads eagle3 --start eagle3=checkpoints/smollm2-135m-eagle3
 
 Several processes (one a GPU) may write data into the same folder under different seeds; each waits for the others'
 (--wait) and trains on all of it. Heads are written as OUT/<model>-<head> (int8), with their curves. A head that fails is
@@ -37,7 +38,7 @@ BLOCK = {"taps": (2, 15, 29), "kv_heads": 9, "mask_token": 16, "candidates": 819
 """Of every block draft. Token 16 is one that SmolLM2 never writes. A key/value head for every query head: what a draft of one
 layer knows of the target's last feature has passed through its values."""
 
-SPARK = {"layers": 1, "block": 5, "anchors": 384, "markov_rank": 16, "ce": 1.0, "tv": 0.5, "soft": 0.8}
+SPARK = {"layers": 1, "block": 5, "anchors": 192, "markov_rank": 16, "ce": 1.0, "tv": 0.5, "soft": 0.8}
 
 RECIPES: dict[str, dict] = {
     "eagle3": {"draft_vocab": 4096, "steps_ahead": 5, "taps": (2, 15, 29)},
@@ -45,7 +46,7 @@ RECIPES: dict[str, dict] = {
     "dspark_wide": {"head": "dspark"} | BLOCK | SPARK | {"heads": 12, "kv_heads": 12, "ffn": 1344},
     "dspark_sharp": {"head": "dspark"} | BLOCK | SPARK | {"label_temperature": 0.7},
     "uno": {"rank": 5, "noise_below": 2, "ce": 0.3, "curriculum_steps": 1500},
-    "dflash": BLOCK | {"layers": 2, "block": 6, "ffn": 1152, "anchors": 256},
+    "dflash": BLOCK | {"layers": 2, "block": 6, "ffn": 1152, "anchors": 128},
     "eagle": {},
     "mtp": {},
     "standalone": {},
@@ -73,7 +74,9 @@ def get_data(args, target) -> Data:
     """The rows of all processes; those of this one are written first."""
     own = args.data / f"data{args.seed}.npz"
     if not own.exists():
-        options = SynthesisOptions(tokens=int(args.tokens), length=args.length, rows=args.rows, seed=args.seed)
+        options = SynthesisOptions(
+            tokens=int(args.tokens), length=args.length, rows=args.rows, seed=args.seed, segment=max(128, args.length // 3)
+        )
         options = dataclasses.replace(options, least_distinct=args.least_distinct, temperatures=tuple(args.temperatures))
         exclude = rows.exclusion_texts(args.exclude, target.tokenizer)
         synthesise(target, options, exclude=exclude, progress=False, log=say).save(own)
