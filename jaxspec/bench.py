@@ -78,6 +78,8 @@ def parser() -> argparse.ArgumentParser:
     p_prefill.add_argument("--batch", type=int, default=1, help="prompts at once (default: 1)")
     p_prefill.add_argument("--repeats", type=int, default=5, help="the median of so many runs (default: 5)")
     p_prefill.add_argument("--prefill-chunk", type=int, help="prompt tokens per program (default: chosen by length)")
+    p_prefill.add_argument("--attention", nargs="+", default=("auto",), choices=("auto", "paged", "cudnn", "xla"),
+                           help="of a prompt's first chunk; several: one after the other (default: auto)")  # fmt: skip
 
     p_compare = command("compare", "Speculation on against off on your prompts; exit status 1 when a greedy answer differs.")
     drafts(p_compare)
@@ -228,12 +230,16 @@ def run_prefill(args: argparse.Namespace) -> int:
     from jaxspec.benchmarking import decode, report
 
     target, _ = load(args, with_draft=False)
-    found = decode.measure_prefill(
-        target, args.lengths, batch=args.batch, repeats=args.repeats, prefill_chunk=args.prefill_chunk
-    )
-    save(args.json, found)
-    rows = [(r["tokens"], r["batch"], f"{r['ms']:.2f}", f"{r['spread_ms']:.2f}", f"{r['compile_seconds']:.1f}") for r in found]
-    print(report.table(("prompt tokens", "batch", "first token ms", "spread ms", "compile s"), rows))
+    options = {"batch": args.batch, "repeats": args.repeats, "prefill_chunk": args.prefill_chunk}
+    found = []
+    for attention in args.attention:
+        found += decode.measure_prefill(target, args.lengths, attention=attention, **options)
+        save(args.json, found)
+    rows = [
+        (r["tokens"], r["batch"], r["attention"], f"{r['ms']:.2f}", f"{r['spread_ms']:.2f}", f"{r['compile_seconds']:.1f}")
+        for r in found
+    ]
+    print(report.table(("prompt tokens", "batch", "attention", "first token ms", "spread ms", "compile s"), rows))
     return 0
 
 

@@ -52,8 +52,16 @@ def causal_rows(
     implementation: Implementation,
 ) -> Float[Array, "B T H D"]:
     """Every row attends to itself and the rows before it, with a window to the nearest `window` of them."""
-    span = None if window is None else (window - 1, 0)
-    return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, local_window_size=span, implementation=implementation)
+    span = None if window is None or window >= q.shape[1] else (window - 1, 0)
+    options = {"scale": scale, "is_causal": True, "local_window_size": span}
+    return jax.nn.dot_product_attention(q, k, v, **options, implementation=implementation)
+
+
+def serves(implementation: Implementation, dtype, key_dim: int, value_dim: int, windowed: bool, softcap: float | None) -> bool:
+    """Whether `causal_rows` takes a layer of this kind; cuDNN is tried out first, once for each kind."""
+    if softcap is not None or key_dim != value_dim:
+        return False
+    return implementation == "xla" or prefill_works(jnp.dtype(dtype), key_dim, windowed)
 
 
 @functools.cache

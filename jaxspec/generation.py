@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.config import ConfigError, SpecConfig
+from jaxspec.config import ConfigError, ModelConfig, SpecConfig
 from jaxspec.drafters import registry
+from jaxspec.fused_attention import Implementation, serves
 from jaxspec.kvcache import PageAllocator, PagedKVCache, init_layers, pages_for
 from jaxspec.prompts import encode_prompts
 from jaxspec.results import GenerationResult, Stats, acceptance
@@ -26,6 +27,9 @@ from jaxspec.stops import cut_at_stop_string, stable_text
 UNBOUNDED = 2**30
 STREAM_ROUNDS = 8
 PREFILL_CHUNKS = (16, 32, 64, 128, 256, 512)
+FRESH_ROWS = 8192  # prompt tokens, of all sequences together, that one program takes in without reading pages
+LATER_ROWS = 2048  # and those behind them, which read pages
+PREFILL_ATTENTION = ("auto", "paged", "cudnn", "xla")
 
 
 class PoolTooLarge(ConfigError):
@@ -55,6 +59,55 @@ def bucket(length: int) -> int:
     return -(-length // step) * step
 
 
+def prefill_attention(config: ModelConfig, dtype, longest: int, asked: str = "auto") -> Implementation | None:
+    """How a prompt's first chunk attends: through cuDNN or XLA over the chunk alone, or None: our kernel over the pages.
+
+    Args:
+      config, dtype: the target.
+      longest: tokens of the longest prompt. "auto" leaves those to the kernel that it takes in at one go anyway.
+      asked: one of `PREFILL_ATTENTION`.
+
+    Raises:
+      ConfigError: no such name, or cuDNN was asked for by name and does not serve this model here.
+    """
+    if asked not in PREFILL_ATTENTION:
+        raise ConfigError(f"prefill_attention={asked!r} must be one of {', '.join(PREFILL_ATTENTION)}")
+    if asked in ("paged", "xla"):
+        return None if asked == "paged" else "xla"
+    if asked == "auto" and longest <= PREFILL_CHUNKS[-1]:
+        return None
+    windows = {w is not None and w < longest for w in config.windows}
+    kinds = [(dtype, config.key_head_dim, config.value_head_dim, windowed, config.attention_softcap) for windowed in windows]
+    if any(serves("cudnn", *kind) for kind in kinds):
+        return "cudnn"
+    if asked == "cudnn":
+        raise ConfigError(
+            "prefill_attention='cudnn' needs a GPU with cuDNN, bfloat16 or float16, heads of up to 256 channels and no soft "
+            "cap: leave it 'auto'"
+        )
+    return None
+
+
+def prefill_chunks(longest: int, batch: int, fresh: bool) -> tuple[int, int]:
+    """Prompt tokens of the first prefill program and of later ones, of which as many run as the longest prompt needs.
+
+    Without a library's attention all chunks are of one of a few sizes. With it the first is as large as `FRESH_ROWS` allow,
+    so that the products run at their best and no page is read; sizes are rounded up to 512s, as the state's are.
+    """
+    least = PREFILL_CHUNKS[-1]
+    if not fresh or longest <= least:
+        chunk = next((c for c in PREFILL_CHUNKS if c >= longest), least)
+        return chunk, chunk
+
+    def fitting(tokens: int, rows: int) -> int:
+        most = max(rows // batch // least * least, least)
+        parts = max(1, -(-tokens // most))
+        return min(most, -(-tokens // (parts * least)) * least)
+
+    first = min(max(FRESH_ROWS // batch // least * least, least), -(-longest // least) * least)
+    return first, fitting(max(longest - first, 1), LATER_ROWS)
+
+
 @dataclasses.dataclass
 class Session:
     """One batch under way: the device state, the compiled programs' arguments and the clock."""
@@ -65,9 +118,10 @@ class Session:
     spec: SpecConfig
     state: RoundState
     prompts: list[list[int]]
-    chunk: int
+    chunks: tuple[int, int]  # tokens of the first prefill program and of later ones
     allocator: PageAllocator
     pages: list[list[int]]
+    fresh: Implementation | None = None
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     compile_seconds: float = 0.0
@@ -76,10 +130,11 @@ class Session:
         """Takes in all prompts; every sequence has its first token then."""
         start = time.perf_counter()
         compiling = 0.0
-        for offset in range(0, max(map(len, self.prompts)), self.chunk):
-            at = jnp.int32(offset)
-            args = (self.params.tree, self.draft_tree, self.state, at)
-            program, seconds = compiled(prefill_chunk, *args, program=self.program, chunk=self.chunk)
+        first, later = self.chunks
+        for offset in (0, *range(first, max(map(len, self.prompts)), later)):
+            static = {"program": self.program, "chunk": later if offset else first, "fresh": None if offset else self.fresh}
+            args = (self.params.tree, self.draft_tree, self.state, jnp.int32(offset))
+            program, seconds = compiled(prefill_chunk, *args, **static)
             compiling += seconds
             self.state = program(*args)
         jax.block_until_ready(self.state.tokens)
@@ -135,6 +190,7 @@ def start(
     max_new_tokens: int,
     page_size: int,
     prefill_size: int | None,
+    attention: str = "auto",
     capacity: int = 0,
 ) -> Session:
     """Chooses the drafter, lays out the cache and fills the first state.
@@ -205,8 +261,10 @@ def start(
         sampling=sampling_state(sampling, config.vocab_size, stop_ids, [ignore_eos] * batch),
     )
     state = dataclasses.replace(state, draft=drafter.refresh(state.draft, draft))
-    chunk = prefill_size or next((c for c in PREFILL_CHUNKS if c >= lengths.max()), PREFILL_CHUNKS[-1])
-    return Session(params, draft_tree, program, spec, state, prompts, chunk, allocator, pages)
+    longest = int(lengths.max())
+    fresh = prefill_attention(config, dtype, longest, attention)
+    chunks = prefill_chunks(longest, batch, fresh is not None) if prefill_size is None else (prefill_size, prefill_size)
+    return Session(params, draft_tree, program, spec, state, prompts, chunks, allocator, pages, fresh)
 
 
 @dataclasses.dataclass
@@ -314,7 +372,7 @@ def prepare(params, prompt, options: dict[str, Any]) -> tuple[Session, bool, tup
         params, prompts, draft=draft, algorithm=options["algorithm"],
         spec=dataclasses.replace(options["spec"] or SpecConfig(), **given), sampling=sampling,
         stop_ids=[stop_ids] * len(prompts), ignore_eos=options["ignore_eos"], max_new_tokens=max_new_tokens,
-        page_size=page_size, prefill_size=chunk,
+        page_size=page_size, prefill_size=chunk, attention=options["prefill_attention"],
     )  # fmt: skip
     return session, single, stop
 
@@ -343,6 +401,7 @@ def generate(
     chat: bool | str = "auto",
     page_size: int = 16,
     prefill_chunk: int | None = None,
+    prefill_attention: str = "auto",
     spec: SpecConfig | None = None,
 ) -> GenerationResult | list[GenerationResult]:
     """Answers one prompt or a batch, speculating with `draft`; the output is what the target alone would have given.
@@ -368,6 +427,8 @@ def generate(
       chat: True or False instead of "auto": whether text goes through the chat template.
       page_size: positions per KV page.
       prefill_chunk: prompt tokens per prefill program; None chooses.
+      prefill_attention: how a prompt's first chunk attends: "paged" (our kernel, over the pages), "cudnn" or "xla" (over the
+        chunk alone). "auto": cuDNN for long prompts where it serves the model and a trial has shown that it works.
       spec: everything else about the speculation; num_steps, topk and num_draft_tokens above win over it.
 
     Returns:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray, UInt32
 
 from jaxspec.config import ModelConfig
 from jaxspec.drafters.base import Drafter, Proposal, RoundContext
+from jaxspec.fused_attention import Implementation
 from jaxspec.kvcache import PagedKVCache, compact
 from jaxspec.models import decoder
 from jaxspec.models.paged import paged_forward
@@ -271,21 +272,24 @@ def run_rounds(
         return jax.lax.while_loop(running, body, (jnp.int32(0), state))[1]
 
 
-@partial(jax.jit, static_argnames=("program", "chunk"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("program", "chunk", "fresh"), donate_argnames="state")
 def prefill_chunk(
-    params: dict, draft_params: Any, state: RoundState, start: Int[Array, ""], *, program: Program, chunk: int
-) -> RoundState:
+    params: dict, draft_params: Any, state: RoundState, start: Int[Array, ""], *, program: Program, chunk: int,
+    fresh: Implementation | None = None,
+) -> RoundState:  # fmt: skip
     """`prefill_step` as one program."""
     with decoder.full_precision(params):
-        return prefill_step(program, params, draft_params, state, start, chunk)
+        return prefill_step(program, params, draft_params, state, start, chunk, fresh)
 
 
 def prefill_step(
-    program: Program, params: dict, draft_params: Any, state: RoundState, start: Int[Array, ""], chunk: int
-) -> RoundState:
+    program: Program, params: dict, draft_params: Any, state: RoundState, start: Int[Array, ""], chunk: int,
+    fresh: Implementation | None = None,
+) -> RoundState:  # fmt: skip
     """Takes in prompt positions start … start + chunk - 1 of every sequence; one whose prompt ends there gets its first token.
 
     Shorter prompts are padded on the right: padded rows write to the scratch page and see nothing.
+    With `fresh`, which needs start = 0, the target's attention is that of a library over the chunk alone (`PagedAttend`).
     """
     config, table, length = program.config, state.cache.page_table, state.cache.length
     batch, max_len = state.tokens.shape
@@ -295,10 +299,10 @@ def prefill_step(
     valid = jnp.arange(chunk)[None] < n_valid[:, None]
     tokens = jnp.where(valid, tokens, 0)
     positions = jnp.broadcast_to(index[None], (batch, chunk))
-    ctx = context(program, params, state)
+    ctx = dataclasses.replace(context(program, params, state), fresh=fresh)
     out = paged_forward(
         params, config, decoder.embed(params, config, tokens), state.cache.layers, table, length, positions, valid,
-        taps=program.drafter.taps,
+        taps=program.drafter.taps, fresh=fresh,
     )  # fmt: skip
 
     last = jnp.maximum(n_valid - 1, 0)[:, None]

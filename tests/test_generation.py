@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -48,6 +49,50 @@ def test_greedy_output_equals_plain_decoding(name, reference):
     assert [r.tokens for r in batch] == expected
     alone = jaxspec.generate(tiny.target(), prompts[1], max_new_tokens=LENGTH, **options)
     assert alone.tokens == expected[1]
+
+
+@pytest.mark.parametrize("case", [{}, {"algorithm": "ngram"}, {"draft": "small"}])
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_a_first_chunk_attended_to_by_a_library_changes_no_answer(case, chunk, reference):
+    prompts, expected = reference
+    options = {"algorithm": "none", **options_of(case)} if not case else options_of(case)
+    results = jaxspec.generate(
+        tiny.target(), prompts, prefill_attention="xla", prefill_chunk=chunk, max_new_tokens=LENGTH, **options
+    )
+    assert [r.tokens for r in results] == expected
+
+
+@pytest.mark.parametrize(
+    ("longest", "batch", "fresh", "chunks"),
+    [
+        (9, 1, False, (16, 16)),
+        (300, 4, True, (512, 512)),
+        (8192, 1, False, (512, 512)),
+        (1024, 1, True, (1024, 512)),
+        (1025, 1, True, (1536, 512)),
+        (8192, 1, True, (8192, 512)),
+        (8193, 1, True, (8192, 512)),
+        (32768, 1, True, (8192, 2048)),
+        (13000, 1, True, (8192, 2048)),
+        (8192, 2, True, (4096, 1024)),
+        (8192, 64, True, (512, 512)),
+    ],
+)
+def test_prefill_chunks_stay_bounded(longest, batch, fresh, chunks):
+    assert generation.prefill_chunks(longest, batch, fresh) == chunks
+
+
+def test_prefill_attention_is_chosen_by_prompt_and_device(monkeypatch):
+    config = tiny.target().config
+    choose = partial(generation.prefill_attention, config, np.dtype("float32"))
+    assert [choose(9), choose(9000), choose(9000, "paged"), choose(9, "xla")] == [None, None, None, "xla"]
+    with pytest.raises(ConfigError, match="prefill_attention='cudnn' needs a GPU"):
+        choose(9000, "cudnn")
+    with pytest.raises(ConfigError, match="prefill_attention='flash' must be one of auto, paged, cudnn, xla"):
+        jaxspec.generate(tiny.target(), [1, 2], prefill_attention="flash")
+    asked = []
+    monkeypatch.setattr(generation, "serves", lambda *kind: asked.append(kind) or True)
+    assert [choose(9), choose(9000), choose(9, "cudnn")] == [None, "cudnn", "cudnn"] and len(asked) == 2
 
 
 @pytest.mark.parametrize("tree", [(3, 1, 4), (2, 3, 13)])

@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxspec.config import ConfigError, SpecConfig
-from jaxspec.generation import generate
+from jaxspec.generation import generate, prefill_attention
 from jaxspec.results import GenerationResult
 
 
@@ -138,24 +138,38 @@ def measure_decoding(
     )
 
 
-def measure_prefill(params: Any, lengths: Sequence[int], *, batch: int = 1, repeats: int = 5, **options: Any) -> list[dict]:
+def measure_prefill(
+    params: Any, lengths: Sequence[int], *, batch: int = 1, repeats: int = 5, attention: str = "auto", **options: Any
+) -> list[dict]:
     """Time to first token by prompt length, on random token ids, plain decoding unless `options` say otherwise.
 
+    Args:
+      params: the target.
+      lengths: of the prompts, in tokens.
+      batch: prompts at once.
+      repeats: runs whose median counts.
+      attention: `prefill_attention` of `jaxspec.generate`.
+      **options: of `jaxspec.generate`.
+
     Returns:
-      One {tokens, batch, ms, spread_ms, compile_seconds} for each length; ms is the median of the repeats.
+      One {tokens, batch, attention, ms, spread_ms, compile_seconds} for each length; `attention` is the one that ran in the
+      first chunk.
     """
-    rows = []
+    rows, dtype = [], params.tree["embedder"]["embedding"].dtype
     for length in lengths:
+        ran = prefill_attention(params.config, dtype, length, attention) or "paged"
         prompts = random_prompts(params.config.vocab_size, length, batch)
-        settings = {"algorithm": "none", "max_new_tokens": 1, "ignore_eos": True, **options}
+        settings = {
+            "algorithm": "none", "max_new_tokens": 1, "ignore_eos": True, "prefill_attention": attention, **options
+        }  # fmt: skip
         compile_seconds = generate(params, prompts, **settings)[0].stats.compile_seconds
         ms = []
         for _ in range(repeats):
             ms.append(generate(params, prompts, **settings)[0].stats.prefill_seconds * 1e3)
             jax.block_until_ready(params.tree)
         rows.append({
-            "tokens": length, "batch": batch, "ms": statistics.median(ms), "spread_ms": max(ms) - min(ms),
-            "compile_seconds": compile_seconds,
+            "tokens": length, "batch": batch, "attention": ran, "ms": statistics.median(ms),
+            "spread_ms": max(ms) - min(ms), "compile_seconds": compile_seconds,
         })  # fmt: skip
     return rows
 

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from jaxspec.config import ModelConfig
+from jaxspec.fused_attention import Implementation
 from jaxspec.kvcache import LayerKV, PagedKVCache
 from jaxspec.pytree import pytree
 from jaxspec.sampling import SamplingState
 from jaxspec.tree import DraftTree, root_only
 
 
-@pytree(static=("config",))
+@pytree(static=("config", "fresh"))
 class RoundContext:
     """What a drafter may look at.
 
@@ -34,6 +35,7 @@ class RoundContext:
       config: the target's configuration (static).
       allowed: a grammar's bit mask over the vocabulary of what may follow the bonus token; None for all. For drafters with
         exact tokens only: drafts that a grammar forbids are refused by the verifier.
+      fresh: in a prompt's first chunk, how its attention may be done without the pages (static; `models.paged`).
     """
 
     params: Any
@@ -45,6 +47,7 @@ class RoundContext:
     prompt_length: Int[Array, " B"]
     config: ModelConfig
     allowed: UInt32[Array, "B W"] | None = None
+    fresh: Implementation | None = None
 
 
 @pytree()

@@ -82,7 +82,7 @@ class StandaloneDrafter(Drafter):
         valid = jnp.arange(T)[None] < count[:, None]
         out = paged_forward(
             params, self.draft, decoder.embed(params, self.draft, tokens), state.layers, ctx.cache.page_table, base,
-            positions, valid,
+            positions, valid, fresh=ctx.fresh,
         )  # fmt: skip
         last = jnp.maximum(count - 1, 0)[:, None, None]
         probs, ids = self.best(params, jnp.take_along_axis(out.hidden, last, 1)[:, 0])

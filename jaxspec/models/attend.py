@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+from jaxspec.fused_attention import Implementation, causal_rows, serves
 from jaxspec.kvcache import LayerKV, Slots, write
 from jaxspec.models.decoder import Attend
 from pallas_kernels import groups_queries, rope_write, tree_attention
@@ -15,7 +16,12 @@ from pallas_kernels import groups_queries, rope_write, tree_attention
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttend:
-    """Writes the rows' keys and values at `slots`, then runs `pallas_kernels.tree_attention` (its arguments)."""
+    """Writes the rows' keys and values at `slots`, then runs `pallas_kernels.tree_attention` (its arguments).
+
+    `fresh` says that nothing is committed and all T rows stand in causal order, and which implementation attends then: the
+    rows' own keys and values are all that there is, and the pages are written but not read. Rows that do not exist stand
+    behind all others, which therefore do not see them. None: the kernel reads the pages.
+    """
 
     page_table: Int[Array, "B N"]
     length: Int[Array, " B"]
@@ -24,12 +30,25 @@ class PagedAttend:
     positions: Int[Array, "B T"]
     inflight_positions: Int[Array, "B M"]
     sink: int = 0
+    fresh: Implementation | None = None
 
     def __call__(self, layer: LayerKV, q, k, v, **options) -> tuple[Array, LayerKV]:
         """An `Attend`."""
         with jax.named_scope("kv_write"):
             layer = write(layer, self.slots, k, v)
+        if self.over_rows(q.dtype, q.shape[-1], v.shape[-1], **options):
+            with jax.named_scope("chunk_attention"):
+                options.pop("softcap")
+                return causal_rows(q, k, v, **options, implementation=self.fresh), layer
         return self.attention(layer, q, **options), layer
+
+    def over_rows(self, dtype, key_dim: int, value_dim: int, *, scale, window: int | None, softcap: float | None) -> bool:
+        """Whether the rows attend to their own keys and values as they are, not to the pages."""
+        del scale
+        if self.fresh is None or self.sink:
+            return False
+        windowed = window is not None and window < self.positions.shape[1]
+        return serves(self.fresh, dtype, key_dim, value_dim, windowed, softcap)
 
     def attention(self, layer: LayerKV, q: Float[Array, "B T H D"], *, scale, window, softcap) -> Float[Array, "B T H D"]:
         """Attention alone."""
@@ -51,6 +70,8 @@ class PagedAttend:
           angles: from `layers.rope_angles`.
           **options: of `attention`.
         """
+        if self.over_rows(dtype, heads.shape[-1], heads.shape[-1], **options):  # wants the keys themselves
+            return None
         if not (rope_write.available() and rope_write.serves(heads, angles[0], *layer)):
             return None
         _, B, T, K, width, D = heads.shape

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec.config import ModelConfig
+from jaxspec.fused_attention import Implementation
 from jaxspec.kvcache import LayerKV, find_slots
 from jaxspec.models import decoder
 from jaxspec.models.attend import PagedAttend
@@ -26,6 +27,7 @@ def paged_forward(
     inflight_positions: Int[Array, "B M"] | None = None,
     visible: UInt32[Array, "B T W"] | None = None,
     taps: tuple[int, ...] = (),
+    fresh: Implementation | None = None,
 ) -> decoder.Output:
     """Runs T rows whose keys and values go to slots behind the `base` committed ones.
 
@@ -40,6 +42,7 @@ def paged_forward(
         entries that do not exist; None when the rows are the only ones.
       visible: see `pallas_kernels.tree_attention`; None for causal order.
       taps: see `decoder.decode`.
+      fresh: see `PagedAttend`; for causal rows alone, behind no committed ones.
     """
     if inflight_positions is None:
         inflight_positions = jnp.where(valid, positions, -1)
@@ -49,7 +52,7 @@ def paged_forward(
     T = x.shape[1]
     index = base[:, None] + inflight_positions.shape[1] - T + jnp.arange(T)
     slots = find_slots(page_table, layers[0].k.shape[1], index, valid)
-    attend = PagedAttend(page_table, base, slots, visible, positions, inflight_positions)
+    attend = PagedAttend(page_table, base, slots, visible, positions, inflight_positions, fresh=fresh)
     out = decoder.decode(params, config, x, positions, attend, layers, taps)
     if alone:
         out = out._replace(hidden=out.hidden[:, :1], features=None if out.features is None else out.features[:, :1])

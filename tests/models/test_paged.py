@@ -1,12 +1,14 @@
 """What the forward over a paged cache does on a GPU: a single row beside one that does not exist, fused rope and write."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec.config import ModelConfig
-from jaxspec.kvcache import init_layers
+from jaxspec.kvcache import find_slots, init_layers
 from jaxspec.models import attend, decoder, layers, paged
 from jaxspec.tree import pack_bits
 from pallas_kernels import device, rope_write, tree_attention
@@ -85,3 +87,51 @@ def test_a_product_is_cut_where_its_columns_are_few():
     assert layers.product_parts(1, 4096, 28672) == 1
     assert layers.product_parts(64, 4096, 6144) == 1
     assert layers.product_parts(4, 100, 64) == 1
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_fresh_chunk_over_its_own_rows_is_the_one_over_the_pages(window):
+    """Rows that exist and pages come out the same in float32; padded rows, poisoned here, touch neither."""
+    config = dataclasses.replace(CONFIG, windows=(window, None))
+    params = decoder.init_params(config, jax.random.key(0))
+    batch, T = 2, 19
+    table = jnp.arange(1, 1 + 5 * batch).reshape(batch, 5)
+    valid = jnp.arange(T) < jnp.array([[T], [11]])
+    x = decoder.embed(params, config, jax.random.randint(jax.random.key(1), (batch, T), 0, 64))
+    x = jnp.where(valid[..., None], x, 1e3)
+    positions = jnp.broadcast_to(jnp.arange(T), (batch, T))
+
+    def result(fresh):
+        pools = init_layers(2, 11, 4, 2, 32, 32, jnp.float32)
+        out = paged.paged_forward(
+            params, config, x, pools, table, jnp.zeros(batch, jnp.int32), positions, valid, taps=(1,), fresh=fresh
+        )
+        kept = [np.asarray(a)[np.asarray(valid)] for a in (out.hidden, out.features)]
+        return *kept, *(np.asarray(pool)[1:] for layer in out.layers for pool in layer)
+
+    for found, wanted in zip(result("xla"), result(None), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "over_rows"),
+    [({}, True), ({"softcap": 30.0}, False), ({"value_dim": 16}, False), ({"sink": 4}, False), ({"fresh": None}, False)],
+)
+def test_what_a_library_cannot_attend_to_reads_the_pages(monkeypatch, options, over_rows):
+    read = []
+
+    def kernel(q, k_pages, v_pages, *rest, **_):
+        read.append(True)
+        return jnp.zeros((*q.shape[:3], v_pages.shape[-1]))
+
+    monkeypatch.setattr(attend, "tree_attention", kernel)
+    width = options.get("value_dim", 32)
+    (layer,) = init_layers(1, 3, 4, 2, 32, width, jnp.float32)
+    at = jnp.arange(4)[None]
+    paged_attend = attend.PagedAttend(
+        jnp.array([[1, 2]]), jnp.zeros(1, jnp.int32), find_slots(jnp.array([[1, 2]]), 4, at, at >= 0), None, at, at,
+        options.get("sink", 0), options.get("fresh", "xla"),
+    )  # fmt: skip
+    q, k, v = jnp.ones((1, 4, 4, 32)), jnp.ones((1, 4, 2, 32)), jnp.ones((1, 4, 2, width))
+    out, _ = paged_attend(layer, q, k, v, scale=1.0, window=None, softcap=options.get("softcap"))
+    assert out.shape == (1, 4, 4, width) and read == [True] * (not over_rows)
