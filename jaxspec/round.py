@@ -300,13 +300,14 @@ def prefill_step(
     tokens = jnp.where(valid, tokens, 0)
     positions = jnp.broadcast_to(index[None], (batch, chunk))
     ctx = dataclasses.replace(context(program, params, state), fresh=fresh)
+    last, taps = jnp.maximum(n_valid - 1, 0)[:, None], program.drafter.taps
+    only_last = all(0 <= tap < config.num_layers for tap in taps)
     out = paged_forward(
         params, config, decoder.embed(params, config, tokens), state.cache.layers, table, length, positions, valid,
-        taps=program.drafter.taps, fresh=fresh,
+        taps=taps, fresh=fresh, rows=last if only_last else None,
     )  # fmt: skip
 
-    last = jnp.maximum(n_valid - 1, 0)[:, None]
-    hidden = jnp.take_along_axis(out.hidden, last[..., None], 1)
+    hidden = out.hidden if only_last else jnp.take_along_axis(out.hidden, last[..., None], 1)
     tree: DraftTree = root_only(jnp.take_along_axis(tokens, last, 1)[:, 0])
     logits = process_logits(
         decoder.unembed(params, config, hidden), state.sampling, tree, state.tokens, state.prompt_length, state.prompt_length

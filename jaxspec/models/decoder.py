@@ -166,9 +166,13 @@ def attention_block(
 
 
 def decoder_layer(
-    x: Float[Array, "B T E"], params: dict, config: ModelConfig, layer: int, angles, attend: Attend, cache
-) -> tuple[Float[Array, "B T E"], Any]:
-    """One pre-norm layer; with `sandwich_norms` the outputs of attention and MLP are normed before they are added."""
+    x: Float[Array, "B T E"], params: dict, config: ModelConfig, layer: int, angles, attend: Attend, cache,
+    rows: Int[Array, "B R"] | None = None,
+) -> tuple[Float[Array, "B T E"], Any]:  # fmt: skip
+    """One pre-norm layer; with `sandwich_norms` the outputs of attention and MLP are normed before they are added.
+
+    With `rows` only those go through the MLP and come out.
+    """
 
     def norm(y, name):
         return rms_norm(y, params[name], config.norm_eps, config.norm_plus_one)
@@ -176,6 +180,8 @@ def decoder_layer(
     attention = attention_block if config.mla is None else latent_attention
     with jax.named_scope("attention"):
         y, cache = attention(norm(x, "input_norm"), params["attention"], config, config.windows[layer], angles, attend, cache)
+        if rows is not None:
+            x, y = (jnp.take_along_axis(a, rows[..., None], 1) for a in (x, y))
         x = x + (norm(y, "post_attention_norm") if config.sandwich_norms else y)
     with jax.named_scope("mlp"):
         y = norm(x, "mlp_norm")
@@ -202,6 +208,7 @@ def decode(
     attend: Attend,
     layers: Sequence[Any],
     taps: tuple[int, ...] = (),
+    rows: Int[Array, "B R"] | None = None,
 ) -> Output:
     """Runs all layers on embeddings.
 
@@ -213,11 +220,14 @@ def decode(
       attend: writes keys and values and attends; see `Attend`.
       layers: what `attend` threads through, one entry per layer.
       taps: which features to return: i is the residual stream entering layer i, `FINAL_NORM` the output of the last norm.
+      rows: those whose final hidden state is wanted, None for all: of the others the last layer makes keys and values alone.
+        No tap may lie behind that layer then.
     """
     angles = layer_angles(config, positions)
     stream, updated = [x], []
     for i in range(config.num_layers):
-        x, cache = decoder_layer(x, params["layers"][str(i)], config, i, angles[i], attend, layers[i])
+        kept = rows if i == config.num_layers - 1 else None
+        x, cache = decoder_layer(x, params["layers"][str(i)], config, i, angles[i], attend, layers[i], kept)
         stream.append(x)
         updated.append(cache)
     hidden = rms_norm(x, params["final_norm"], config.norm_eps, config.norm_plus_one)

@@ -28,6 +28,7 @@ def paged_forward(
     visible: UInt32[Array, "B T W"] | None = None,
     taps: tuple[int, ...] = (),
     fresh: Implementation | None = None,
+    rows: Int[Array, "B R"] | None = None,
 ) -> decoder.Output:
     """Runs T rows whose keys and values go to slots behind the `base` committed ones.
 
@@ -43,6 +44,7 @@ def paged_forward(
       visible: see `pallas_kernels.tree_attention`; None for causal order.
       taps: see `decoder.decode`.
       fresh: see `PagedAttend`; for causal rows alone, behind no committed ones.
+      rows: see `decoder.decode`.
     """
     if inflight_positions is None:
         inflight_positions = jnp.where(valid, positions, -1)
@@ -53,7 +55,7 @@ def paged_forward(
     index = base[:, None] + inflight_positions.shape[1] - T + jnp.arange(T)
     slots = find_slots(page_table, layers[0].k.shape[1], index, valid)
     attend = PagedAttend(page_table, base, slots, visible, positions, inflight_positions, fresh=fresh)
-    out = decoder.decode(params, config, x, positions, attend, layers, taps)
+    out = decoder.decode(params, config, x, positions, attend, layers, taps, rows)
     if alone:
         out = out._replace(hidden=out.hidden[:, :1], features=None if out.features is None else out.features[:, :1])
     return out

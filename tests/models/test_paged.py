@@ -135,3 +135,12 @@ def test_what_a_library_cannot_attend_to_reads_the_pages(monkeypatch, options, o
     q, k, v = jnp.ones((1, 4, 4, 32)), jnp.ones((1, 4, 2, 32)), jnp.ones((1, 4, 2, width))
     out, _ = paged_attend(layer, q, k, v, scale=1.0, window=None, softcap=options.get("softcap"))
     assert out.shape == (1, 4, 4, width) and read == [True] * (not over_rows)
+
+
+def test_only_the_wanted_rows_leave_the_last_layer():
+    rows = jnp.array([[4, 0], [2, 2]])
+    every, few = run(batch=2, T=5), run(batch=2, T=5, rows=rows)
+    same = (jax.tree.leaves((out.features, out.layers)) for out in (few, every))
+    for found, wanted in zip(*same, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_allclose(few.hidden, jnp.take_along_axis(every.hidden, rows[..., None], 1), rtol=1e-5, atol=1e-5)
