@@ -19,7 +19,7 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def run(batch=1, T=1, **options):
+def run(batch=1, T=1, taps=(0, 2), **options):
     """The outputs for T rows behind seven committed ones (and behind scratch entries, where `options` name some)."""
     params = decoder.init_params(CONFIG, jax.random.key(0))
     pools = init_layers(2, 23, 4, 2, 32, 32, jnp.float32)
@@ -31,7 +31,7 @@ def run(batch=1, T=1, **options):
     x = decoder.embed(params, CONFIG, jnp.full((batch, T), 5))
     positions = jnp.broadcast_to(7 + jnp.arange(T), (batch, T))
     valid = jnp.ones((batch, T), bool).at[0, 2:].set(False)
-    return paged.paged_forward(params, CONFIG, x, pools, table, base + 7, positions, valid, taps=(0, 2), **options)
+    return paged.paged_forward(params, CONFIG, x, pools, table, base + 7, positions, valid, taps=taps, **options)
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_what_a_library_cannot_attend_to_reads_the_pages(monkeypatch, options, o
 
 def test_only_the_wanted_rows_leave_the_last_layer():
     rows = jnp.array([[4, 0], [2, 2]])
-    every, few = run(batch=2, T=5), run(batch=2, T=5, rows=rows)
+    every, few = (run(batch=2, T=5, taps=(0, 1), rows=r) for r in (None, rows))
     same = (jax.tree.leaves((out.features, out.layers)) for out in (few, every))
     for found, wanted in zip(*same, strict=True):
         np.testing.assert_array_equal(found, wanted)
