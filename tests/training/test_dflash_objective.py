@@ -1,5 +1,6 @@
 """Losses of DFlash and DSpark against numpy, and what training with them gives."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -11,7 +12,7 @@ from jaxspec import ConfigError, SpecConfig, generate
 from jaxspec.config import MoEConfig
 from jaxspec.drafters import dflash_model
 from jaxspec.fused_attention import apart
-from jaxspec.training import dflash, dspark
+from jaxspec.training import block_draft, dflash, dspark
 from jaxspec.training.blocks import TRIAL_SCALE, agrees, block_attend, blocks, fused_blocks, sample_anchors
 from tests import tiny
 from tests.training.block_cases import (
@@ -115,6 +116,89 @@ def test_loss_equals_numpy(module, options):
     expected, accept = restated(objective, params, view, KEY)
     np.testing.assert_allclose(loss, expected, rtol=2e-5)
     np.testing.assert_allclose(metrics["accept"], accept, atol=1e-6)
+
+
+@pytest.mark.parametrize("module", [dflash, dspark])
+@pytest.mark.parametrize("tied", [False, True])
+def test_candidates_stand_for_all_tokens(module, tied):
+    """With sampled candidates the loss is that of all tokens on average, and no label is lost."""
+    model = target(tie_embeddings=tied)
+    options = {"block": 4, "anchors": 6, "taps": 1, "soft": 0.7} | ({"tv": 0.0, "estimate": 0.0} if module is dspark else {})
+    full = module.build(model.config, **options)
+    params, _ = full.init(jax.random.key(0), model.tree, jnp.ones(tiny.VOCAB, jnp.int32))
+    # mild logits: the mean of a logarithm is not that of its argument
+    params = jax.tree.map(lambda x: 0.3 * x, shaken(params))
+    few = jnp.asarray([3, 7, 9, 11])
+    view = random_view(model, full)
+    view = dataclasses.replace(view, tokens=few[view.tokens % 4], hidden=0.3 * view.hidden)
+    some = module.build(model.config, **options, candidates=tiny.VOCAB // 2)
+    losses = [jax.jit(lambda key, o=o: o.loss(params, view, key, jnp.int32(0))) for o in (full, some)]
+    found = [[loss(key) for key in jax.random.split(KEY, 40)] for loss in losses]  # a key gives both the same anchors
+    all_of_them, sampled = (np.array([float(loss) for loss, _ in x]) for x in found)
+    assert (np.abs(all_of_them - sampled) > 1e-4).any()
+    np.testing.assert_allclose(sampled.mean(), all_of_them.mean(), rtol=0.02)
+    first = [np.mean([float(metrics["accept"][0]) for _, metrics in x]) for x in found]
+    assert first[1] >= first[0]  # rivals may be absent, the right one never is
+
+
+def test_which_tokens_are_candidates():
+    model = target()
+    objective = dspark.build(model.config, block=3, anchors=4, taps=1, candidates=60)
+    params, _ = objective.init(jax.random.key(0), model.tree, jnp.ones(tiny.VOCAB, jnp.int32))
+    view = random_view(model, objective)
+    rows, _ = objective.blocks(params, view, KEY)
+    narrowed = objective.narrow(params, view, rows, KEY)
+    head = np.asarray(model.tree["head"]["kernel"])
+    kept = np.asarray(narrowed.tree["head"]["kernel"])
+    assert kept.shape == (head.shape[0], 60) == (head.shape[0], narrowed.target.vocab_size)
+    np.testing.assert_array_equal(kept[:, narrowed.rows.label], head[:, rows.label])
+    best = jnp.argmax(view.hidden @ head, -1)
+    ids = np.array([np.flatnonzero((head == column[:, None]).all(0))[0] for column in kept.T])
+    texts = {*np.asarray(view.tokens).ravel().tolist(), *np.asarray(best).ravel().tolist()}
+    assert texts <= set(ids.tolist())
+    drawn = np.array([i not in texts for i in ids])
+    weight = np.exp(narrowed.offset)
+    np.testing.assert_allclose(weight[~drawn], 1)
+    np.testing.assert_allclose(weight.sum(), tiny.VOCAB, rtol=1e-5)  # those drawn stand for all that are absent
+
+
+def test_labels_that_are_no_candidates_do_not_count():
+    model = target()
+    objective = dspark.build(model.config, block=3, anchors=4, taps=1, candidates=2)
+    params, _ = objective.init(jax.random.key(0), model.tree, jnp.ones(tiny.VOCAB, jnp.int32))
+    view = random_view(model, objective)
+    rows, _ = objective.blocks(params, view, KEY)
+    assert (objective.narrow(params, view, rows, KEY).rows.label < 0).any()
+    assert np.isfinite(objective.loss(params, view, KEY, jnp.int32(0))[0])
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 6), (6, 2), (2, 1)])
+def test_heads_beyond_the_targets_begin_with_its_heads(heads, kv_heads):
+    model = target(heads=4, num_kv_heads=2, head_dim=8)
+    objective = dflash.build(model.config, taps=(0, 2), heads=heads, kv_heads=kv_heads, ffn=24, block=3)
+    made = objective.init(jax.random.key(0), model.tree, jnp.ones(tiny.VOCAB, jnp.int32))[0]["layers"]["0"]["attention"]
+    theirs = model.tree["layers"]["2"]
+    norm, given = np.asarray(theirs["input_norm"]["scale"]), theirs["attention"]
+    ours = made["qkv"]["kernel"].reshape(len(norm), kv_heads, heads // kv_heads + 2, 8)
+    source = norm[:, None, None, None] * given["qkv"]["kernel"].reshape(len(norm), 2, 4, 8)
+    q, wanted = ours[:, :, :-2].reshape(len(norm), heads, 8), source[:, :, :-2].reshape(len(norm), 4, 8)
+    both = min(heads, 4)
+    np.testing.assert_allclose(q[:, :both], wanted[:, :both], rtol=1e-5)
+    np.testing.assert_allclose(made["out"]["kernel"][: 8 * both], given["out"]["kernel"][: 8 * both], rtol=1e-6)
+    for head in range(0, both, heads // kv_heads):  # each with the keys and values that it reads in the target
+        ours_read, theirs_read = ours[:, head // (heads // kv_heads), -2:], source[:, head // 2, -2:]
+        np.testing.assert_allclose(ours_read, theirs_read, rtol=1e-5)
+
+
+def test_shapes_of_a_draft_are_checked():
+    config = target().config
+    for options, complaint in (
+        ({"heads": 3, "kv_heads": 2}, "multiple of kv_heads=2"), ({"taps": (0, 9)}, r"0 … 3"),
+        ({"candidates": -1}, "candidates=-1"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=complaint):
+            dflash.build(config, **options)
+    assert block_draft.tap_choice("2") == 2 and block_draft.tap_choice("2,15,29") == (2, 15, 29)
 
 
 @pytest.mark.parametrize("module", [dflash, dspark])
