@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -41,7 +41,7 @@ def related(folder: Path, key: str) -> Path:
 def context(target: ModelParams, length: int, tokens) -> RoundContext:
     """A context of one sequence with `length` committed tokens, its pages in no particular order."""
     pages = np.random.default_rng(0).permutation(np.arange(1, NUM_PAGES)).astype(np.int32)
-    tokens = jnp.asarray(np.pad(tokens, (0, 64 - len(tokens))))[None]
+    tokens = jnp.pad(jnp.asarray(tokens), (0, 64 - len(tokens)))[None]
     return RoundContext(
         params=target.tree,
         cache=PagedKVCache((), jnp.asarray(pages)[None], jnp.full(1, length, jnp.int32)),
@@ -54,6 +54,7 @@ def context(target: ModelParams, length: int, tokens) -> RoundContext:
     )
 
 
+@partial(jax.jit, static_argnums=(0, 1))
 def target_features(target: ModelParams, taps: tuple[int, ...], tokens) -> jax.Array:
     """The taps [1, T, ·] of a dense forward of the target."""
     tokens = jnp.asarray(tokens)[None]
@@ -84,14 +85,17 @@ def check_draft(folder: Path) -> float:
     P = len(a["prefill.token_ids"])
     error = case.compare("prefill.features", target_features(target, config.taps, a["prompt_ids"][:P])[0])
 
+    project = jax.jit(partial(eagle_model.project, config=config))
+    head_of, run, next_level = jax.jit(drafter.logits), jax.jit(drafter.run), jax.jit(drafter.level, static_argnums=(2, 6))
+
     def compare(stage: str, out) -> float:
-        logits = drafter.logits(params, ctx, out)[0]
+        logits = head_of(params, ctx, out)[0]
         return max(case.compare(f"{stage}.state", out[0]), case.compare(f"{stage}.logits", logits))
 
     def feed(stage: str, layers):
         tokens, positions = a[f"{stage}.token_ids"][None], a[f"{stage}.positions"][None]
-        hidden = eagle_model.project(params, config, a[f"{stage}.features"][None])
-        return drafter.run(params, ctx, tokens, hidden, layers, positions, jnp.ones(tokens.shape, bool))
+        hidden = project(params, features=a[f"{stage}.features"][None])
+        return run(params, ctx, tokens, hidden, layers, positions, jnp.ones(tokens.shape, bool))
 
     layers = drafter.init(params, 1, NUM_PAGES, PAGE_SIZE, 64, jnp.float32).layers
     ctx = context(target, 0, a["prompt_ids"])
@@ -109,12 +113,23 @@ def check_draft(folder: Path) -> float:
         case.compare(f"{stage}.positions", np.full(k, P + level))
         levels = tuple(i for i in range(level + 1) for _ in range(k))
         visible = pack_bits(jnp.asarray(a[f"{stage}.allow"]))[None]
-        out, aux = drafter.level(
+        out, aux = next_level(
             params, ctx, level, a[f"{stage}.token_ids"][None], jnp.asarray(parent)[None], visible, levels, aux
         )
         error = max(error, compare(stage, out))
     out, _ = feed("extend", aux[0])
     return max(error, compare("extend", out))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def prefilled_tree(drafter: EagleDrafter, target: ModelParams, params: dict, prompt, features):
+    """The logits [1, V] behind a prompt with given features, and the tree that is drafted there."""
+    P = features.shape[1]
+    state = drafter.init(params, 1, NUM_PAGES, PAGE_SIZE, 64, jnp.float32)
+    first = context(target, 0, prompt[0])
+    state = drafter.prefill(params, state, first, prompt[:, :P], prompt[:, P:], features, jnp.full(1, P, jnp.int32))
+    ctx = context(target, P, prompt[0])
+    return drafter.logits(params, ctx, state.hidden), drafter.propose(params, state, ctx).tree
 
 
 def check_tree(folder: Path) -> float:
@@ -130,14 +145,8 @@ def check_tree(folder: Path) -> float:
         depth, topk, total = (int(x) for x in name[1:].replace("k", " ").replace("t", " ").split())
         spec = SpecConfig(num_steps=depth + 1, topk=topk, num_draft_tokens=total)
         drafter, params = eagle.build(target, head, eagle.resolve(spec, target.config))
-        state = drafter.init(params, 1, NUM_PAGES, PAGE_SIZE, 64, jnp.float32)
-        features, length = jnp.asarray(case.arrays["features"])[None], jnp.full(1, P, jnp.int32)
-        tokens, following = jnp.asarray(prompt[:P])[None], jnp.asarray(prompt[P:])[None]
-        state = drafter.prefill(params, state, context(target, 0, prompt), tokens, following, features, length)
-        ctx = context(target, P, prompt)
-        logits = drafter.logits(params, ctx, state.hidden)[0]
-        error = max(error, case.compare("prefill.last_logits", logits))
-        tree = drafter.propose(params, state, ctx).tree
+        logits, tree = prefilled_tree(drafter, target, params, jnp.asarray(prompt)[None], case.arrays["features"][None])
+        error = max(error, case.compare("prefill.last_logits", logits[0]))
         got = {"tokens": tree.tokens, "parents": tree.parent, "depths": tree.depth, "mask": unpack_bits(tree.ancestors, total)}
         for array, value in got.items():
             case.compare(f"{name}.{array}", value[0])
