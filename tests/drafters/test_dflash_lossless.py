@@ -3,16 +3,15 @@
 import itertools
 from functools import cache
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import SpecConfig, forward, generate
+from jaxspec import SpecConfig, generate
 from jaxspec.drafters import dflash
 from tests.drafters.dflash_cases import VARIANTS, VOCAB, random_draft, target
+from tests.drafters.distribution import fit
 from tests.drafters.eagle_cases import prompts
-from tests.parity.checks.statistics import p_value
 
 TOKENS = 64
 TREES = {"chain": {}, "tree": {"topk": 3, "num_draft_tokens": 9}}
@@ -76,29 +75,12 @@ def test_greedy_answers_equal_plain_decoding_in_every_combination(variant):
             check(variant, tree, 4, 4, None, **options)
 
 
-PROMPT, ROWS, LENGTH, TEMPERATURE = [1, 4, 2], 2000, 3, 3.0
-
-
-@cache
-def exact() -> tuple[list[tuple], list[float]]:
-    """All answers of LENGTH tokens and their probabilities under the target."""
-    outcomes = list(itertools.product(range(VOCAB), repeat=LENGTH))
-    prefixes = jnp.asarray([[*PROMPT, *o[:-1]] for o in outcomes], jnp.int32)
-    probs = np.asarray(jax.nn.softmax(forward(target(), prefixes).logits / TEMPERATURE, axis=-1))
-    rows = np.arange(len(outcomes))
-    return outcomes, np.prod([probs[rows, len(PROMPT) - 1 + i, [o[i] for o in outcomes]] for i in range(LENGTH)], 0).tolist()
-
-
 def p_of(variant: str, **spec) -> float:
-    answers = generate(
-        target(), [PROMPT] * ROWS, draft=random_draft(variant), spec=SpecConfig(**spec), temperature=TEMPERATURE,
-        seed=list(range(ROWS)), max_new_tokens=LENGTH, ignore_eos=True, page_size=4,
-    )  # fmt: skip
-    assert sum(sum(answer.from_draft) for answer in answers) > ROWS / 20
+    p, answers = fit(target(), 2000, 3.0, draft=random_draft(variant), spec=SpecConfig(**spec))
     if "min_draft_survival" in spec:
         share = np.mean([answer.stats.proposed / answer.stats.rounds for answer in answers]) / spec["num_steps"]
         assert 0.2 < share < 0.9
-    return p_value([tuple(answer.tokens) for answer in answers], *exact())
+    return p
 
 
 # In every mode of verification: target-only over trees and chains, rejection, block; drawn by every head; ends by estimate.

@@ -1,0 +1,37 @@
+"""The exact distribution of sampled answers, and how well drawn answers fit it."""
+
+import itertools
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import ModelParams, forward, generate
+from tests.parity.checks.statistics import p_value
+
+PROMPT, LENGTH = (1, 4, 2), 3
+
+
+@cache
+def exact(target: ModelParams, temperature: float, top_k: int | None = None) -> tuple[list[tuple], list[float]]:
+    """All answers of LENGTH tokens to PROMPT, and their probabilities under the target."""
+    vocab = target.config.vocab_size
+    outcomes = list(itertools.product(range(vocab), repeat=LENGTH))
+    prefixes = jnp.asarray([[*PROMPT, *o[:-1]] for o in outcomes], jnp.int32)
+    logits = forward(target, prefixes).logits / temperature
+    least = jax.lax.top_k(logits, top_k or vocab)[0][..., -1:]
+    probs = np.asarray(jax.nn.softmax(jnp.where(logits >= least, logits, -jnp.inf), axis=-1))
+    rows = np.arange(len(outcomes))
+    steps = [probs[rows, len(PROMPT) - 1 + i, [o[i] for o in outcomes]] for i in range(LENGTH)]
+    return outcomes, np.prod(steps, 0).tolist()
+
+
+def fit(target: ModelParams, rows: int, temperature: float, top_k: int | None = None, **options) -> tuple[float, list]:
+    """The p-value of `rows` answers drawn with `options` against the exact distribution, and the answers."""
+    answers = generate(
+        target, [list(PROMPT)] * rows, temperature=temperature, top_k=top_k or -1, seed=list(range(rows)),
+        max_new_tokens=LENGTH, ignore_eos=True, page_size=4, **options,
+    )  # fmt: skip
+    assert sum(sum(answer.from_draft) for answer in answers) > rows / 20
+    return p_value([tuple(answer.tokens) for answer in answers], *exact(target, temperature, top_k)), answers
