@@ -64,7 +64,9 @@ def choose_backend(q: Array, k_pages: Array, v_pages: Array, num_slots: int, cap
 def groups_queries(q: Array, k_pages: Array, v_pages: Array, page_table: Array) -> bool:
     """Whether the back end that `tree_attention` takes for these shapes regroups its queries by kv head."""
     num_slots = page_table.shape[1] * k_pages.shape[1]
-    return choose_backend(q, k_pages, v_pages, num_slots, device.capability()) == "mosaic"
+    if choose_backend(q, k_pages, v_pages, num_slots, device.capability()) != "mosaic":
+        return False
+    return _mosaic().tile_tokens(q.shape[2] // k_pages.shape[2], v_pages.shape[-1]) is None
 
 
 def tree_attention(

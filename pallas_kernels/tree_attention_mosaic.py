@@ -26,6 +26,7 @@ LOG2E = 1.4426950408889634
 MASKED = -1e30
 WARPGROUP_ROWS = 64  # wgmma's M
 MERGE_CHUNK = 16  # splits that the merge reads at once
+REDUCTION_BYTES = 0  # a row lies within one warp; Mosaic's 2 KB would keep programs of three stages from sharing an SM
 
 
 def serves(q: Array, k_pages: Array, v_pages: Array) -> bool:
@@ -34,6 +35,14 @@ def serves(q: Array, k_pages: Array, v_pages: Array) -> bool:
     sizes = Dk % 32 == 0 and Dv % 32 == 0 and Dk <= 256 and Dv <= 256
     pages = S % 8 == 0 and (64 % S == 0 or S % 64 == 0)
     return sizes and pages and q.dtype == k_pages.dtype == v_pages.dtype and q.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def tile_tokens(G: int, Dv: int) -> int | None:
+    """Tokens of a warpgroup whose queries are read as they lie, a copy for each of the G heads of a group.
+
+    None: queries are regrouped by kv head first, because a copy must be of whole rows of eight, and the merge of whole rows.
+    """
+    return WARPGROUP_ROWS // G if WARPGROUP_ROWS % (8 * G) == 0 and Dv % 128 == 0 else None
 
 
 def _tiled(size: int):
@@ -47,7 +56,7 @@ def _divide(x, by: int):
 
 
 def _attention(
-    q_hbm,  # [B, K, rows, Dk]
+    q_hbm,  # [B, K, rows, Dk], or [B, T, H, Dk] with `tokens`
     k_hbm,  # [P, S, K, Dk]
     v_hbm,  # [P, S, K, Dv]
     table,  # [B, N]
@@ -76,6 +85,7 @@ def _attention(
     num_inflight: int,
     T: int,
     G: int,
+    tokens: int | None,
     scale: float,
     window: int | None,
     sink: int,
@@ -126,7 +136,13 @@ def _attention(
 
     def body():
         leads = wg == 0
-        plgpu.copy_gmem_to_smem(q_hbm.at[b, head, rows], q_smem.at[wg], q_ready.at[wg])
+        if tokens is None:
+            plgpu.copy_gmem_to_smem(q_hbm.at[b, head, rows], q_smem.at[wg], q_ready.at[wg])
+        else:
+            own = pl.ds((tile * warpgroups + wg) * tokens, tokens)  # visibly a multiple of eight
+            for g in range(G):
+                there = q_smem.at[wg, pl.ds(g * tokens, tokens)]
+                plgpu.copy_gmem_to_smem(q_hbm.at[b, own, head * G + g], there, q_ready.at[wg])
         for i, pages in enumerate(ahead[:-1]):
             pl.when(leads & (i < steps))(functools.partial(fetch, jnp.int32(i), i, pages, keys, values))
         if window is not None:
@@ -274,6 +290,7 @@ def _merge(
     *,
     together: int,
     neighbours: bool,
+    tokens: int | None,
     G: int,
     Dv: int,
     T: int,
@@ -288,8 +305,11 @@ def _merge(
     splits = part_ref.shape[1]
     size = together * Dv
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=1)
-    row = group * together
+    row = place = group * together
     t_first, t_last = _divide(row, G), _divide(row + (together - 1), G)
+    if tokens is not None:  # the rows of a warpgroup are ordered by head, then token
+        tile = _divide(t_first, tokens)
+        place = tile * WARPGROUP_ROWS + lax.rem(row, jnp.int32(G)) * tokens + (t_first - tile * tokens)
     length = length_ref[b]
     stop = last_slot(length, t_last + 1, causal=causal, M=num_inflight, T=T, num_slots=num_slots)
     stop = _divide(stop + (split - 1), split)
@@ -311,8 +331,8 @@ def _merge(
         acc, tops, totals = carry
         at = [jnp.minimum(i * MERGE_CHUNK + c, splits - 1) for c in range(MERGE_CHUNK)]
         live = [(s < stop) & ((s >= first) | (s < sinks)) for s in (i * MERGE_CHUNK + c for c in range(MERGE_CHUNK))]
-        lses = [[lse_ref[b, s, head, row + j] for j in range(together)] for s in at]
-        values = [plgpu.load(part_ref.at[b, s, head, pl.ds(row * Dv, size)], layout=layout, optimized=False) for s in at]
+        lses = [[lse_ref[b, s, head, place + j] for j in range(together)] for s in at]
+        values = [plgpu.load(part_ref.at[b, s, head, pl.ds(place * Dv, size)], layout=layout, optimized=False) for s in at]
         lses = [[jnp.where(ok, x, MASKED) for x in xs] for ok, xs in zip(live, lses, strict=True)]
         new_tops = [functools.reduce(jnp.maximum, [xs[j] for xs in lses], tops[j]) for j in range(together)]
         acc = acc * spread([jnp.exp2(old - new) for old, new in zip(tops, new_tops, strict=True)])
@@ -371,8 +391,13 @@ def tree_attention(
     splits = pl.cdiv(num_slots, split)
     direct = splits == 1
     causal = visible is None
+    tokens = tile_tokens(G, Dv)
 
     def as_rows(x, fill):  # [B, T, ...] to [B, padded, ...], each token G times
+        if tokens is not None:
+            x = jnp.pad(x, ((0, 0), (0, padded // G - T), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
+            x = jnp.repeat(x.reshape(B, padded // WARPGROUP_ROWS, 1, tokens, *x.shape[2:]), G, axis=2)
+            return x.reshape(B, padded, *x.shape[4:])
         x = jnp.repeat(x, G, axis=1)
         return jnp.pad(x, ((0, 0), (0, padded - T * G), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
 
@@ -380,13 +405,16 @@ def tree_attention(
     used = lax.reduce(words, jnp.int32(0), lax.bitwise_or, (1,))
     nearest = positions.min(axis=1)
     words, position = jnp.moveaxis(as_rows(words, 0), 1, 2), as_rows(positions, 0)
-    grouped = q.reshape(B, T, K, G, Dk).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, Dk)
     # TMA fills rows beyond the array's with zeros, but cuts the rows in eights: eight or fewer are one piece.
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, -(T * G) % 8 if T * G > 8 else 0), (0, 0)))
+    if tokens is not None:
+        grouped = jnp.pad(q, ((0, 0), (0, -T % 8 if T > 8 else 0), (0, 0), (0, 0)))
+    else:
+        grouped = q.reshape(B, T, K, G, Dk).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, Dk)
+        grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, -(T * G) % 8 if T * G > 8 else 0), (0, 0)))
 
     limits = {"causal": causal, "num_inflight": M, "window": window, "sink": sink, "split": split, "T": T}
     kernel = functools.partial(
-        _attention, block=block, stages=stages, warpgroups=warpgroups, G=G, scale=scale, softcap=softcap,
+        _attention, block=block, stages=stages, warpgroups=warpgroups, G=G, tokens=tokens, scale=scale, softcap=softcap,
         direct=direct, in_registers=not interpret, **limits,
     )  # fmt: skip
     if direct:
@@ -408,17 +436,24 @@ def tree_attention(
             plgpu.SMEM((stages, block, Dk), q.dtype, transforms=_tiled(Dk)),
             plgpu.SMEM((stages, block, Dv), q.dtype, transforms=_tiled(Dv)),
             plgpu.SMEM((warpgroups, WARPGROUP_ROWS, block), q.dtype, transforms=_tiled(block)) if interpret else None,
-            plgpu.Barrier(num_barriers=warpgroups),
+            plgpu.Barrier(num_arrivals=1 if tokens is None else G, num_barriers=warpgroups),
             plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
             plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages) if warpgroups > 1 else None,
             plgpu.Barrier(num_barriers=stages) if warpgroups > 1 else None,
         ),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=not interpret),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            approx_math=not interpret,
+            reduction_scratch_bytes=REDUCTION_BYTES,
+        ),
         interpret=interpret or None,
         **threads,
     )(grouped, k_pages, v_pages, page_table, length, words, used, position, nearest)
 
+    if direct and tokens is not None:
+        out = out.reshape(B, K, padded // WARPGROUP_ROWS, G, tokens, Dv).transpose(0, 2, 4, 1, 3, 5)
+        return out.reshape(B, padded // G, H, Dv)[:, :T]
     if direct:
         out = out[:, :, : T * G].reshape(B, K, T, G, Dv)
         return out.transpose(0, 2, 1, 3, 4).reshape(B, T, H, Dv)
@@ -426,7 +461,9 @@ def tree_attention(
     neighbours = G % together == 0
     groups = pl.cdiv(T * G, together)
     merged = plgpu.kernel(
-        functools.partial(_merge, together=together, neighbours=neighbours, G=G, Dv=Dv, num_slots=num_slots, **limits),
+        functools.partial(
+            _merge, together=together, neighbours=neighbours, tokens=tokens, G=G, Dv=Dv, num_slots=num_slots, **limits
+        ),
         out_type=jax.ShapeDtypeStruct((B, T, H * Dv) if neighbours else (B, K, groups * together * Dv), q.dtype),
         grid=(B, groups, K),
         grid_names=("batch", "rows", "kv_head"),

@@ -93,6 +93,8 @@ MOSAIC_CASES = (
     Case(T=6, window=37, sink=3, lengths=(90,), B=1, missing=2),
     Case(T=17, H=8, K=2, N=6, B=1, lengths=(70,), softcap=9.0),  # two warpgroups
     Case(T=2, H=2, K=2, Dk=96, Dv=32, N=3, S=64, B=1, lengths=(100,), tree=False),
+    Case(T=19, H=4, K=1, Dk=128, Dv=128, N=6, B=1, lengths=(70,)),  # queries by token: two warpgroups, without a merge
+    Case(T=9, H=8, K=1, Dk=32, Dv=128, B=1, lengths=(90,), window=37, sink=3),  # eight tokens a warpgroup, with a merge
 )
 
 
