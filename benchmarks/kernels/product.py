@@ -31,7 +31,7 @@ for folder in (HERE.parent, HERE.parents[2]):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-from attention import Rows, best_time  # noqa: E402
+from timing import Rows, best_time  # noqa: E402
 
 TABLE = HERE.parents[2] / "pallas_kernels" / "product_table.py"
 TARGET = ((4096, 28672), (14336, 4096), (4096, 6144), (4096, 4096), (4096, 128256))  # a Llama-3.1-8B's weights
