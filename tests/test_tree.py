@@ -80,7 +80,8 @@ def test_malformed_links_become_padding(parent, kept):
 
 
 def test_depth_is_bounded():
-    tree = from_parents(jnp.arange(6)[None], jnp.arange(-1, 5)[None], jnp.ones((1, 6), bool), max_depth=3)
+    build = jax.jit(partial(from_parents, max_depth=3))
+    tree = build(jnp.arange(6)[None], jnp.arange(-1, 5)[None], jnp.ones((1, 6), bool))
     assert np.asarray(tree.valid)[0].tolist() == [True] * 4 + [False] * 2
     assert_sound(tree)
 
@@ -199,10 +200,8 @@ def test_beams_see_their_own_ancestors():
 
 def test_ties_keep_the_lower_index():
     scores = jnp.asarray([[0.5, 0.5, 0.5, 0.5, 0.5, 0.5]])
-    tree, kept = select_candidates(
-        jnp.asarray([9]), scores, jnp.arange(6)[None], candidate_parents(jnp.asarray([[[0, 1]]]), 2),
-        num_draft_tokens=4, max_depth=2,
-    )  # fmt: skip
+    select = jax.jit(partial(select_candidates, num_draft_tokens=4, max_depth=2))
+    tree, kept = select(jnp.asarray([9]), scores, jnp.arange(6)[None], candidate_parents(jnp.asarray([[[0, 1]]]), 2))
     assert np.asarray(kept)[0].tolist() == [0, 1, 2]
     assert np.asarray(tree.parent)[0].tolist() == [-1, 0, 0, 1]
 
@@ -228,7 +227,8 @@ def test_malformed_candidates_become_padding(parents, valid):
 def test_nan_scores_give_a_sound_tree():
     scores = jnp.asarray([[jnp.nan, 0.3, jnp.nan, 0.2, jnp.nan, 0.1]])
     parents = candidate_parents(jnp.asarray([[[0, 1]]]), 2)
-    tree, _ = select_candidates(jnp.asarray([9]), scores, jnp.arange(6)[None], parents, num_draft_tokens=4, max_depth=2)
+    select = jax.jit(partial(select_candidates, num_draft_tokens=4, max_depth=2))
+    tree, _ = select(jnp.asarray([9]), scores, jnp.arange(6)[None], parents)
     assert_sound(tree)
 
 

@@ -21,17 +21,22 @@ CONFIG = ModelConfig(
 
 def run(batch=1, T=1, taps=(0, 2), **options):
     """The outputs for T rows behind seven committed ones (and behind scratch entries, where `options` name some)."""
-    params = decoder.init_params(CONFIG, jax.random.key(0))
-    pools = init_layers(2, 23, 4, 2, 32, 32, jnp.float32)
-    table = jnp.arange(1, 1 + 11 * batch).reshape(batch, 11)
-    at = jnp.broadcast_to(jnp.arange(7), (batch, 7))
-    base = jnp.zeros(batch, jnp.int32)
-    x = decoder.embed(params, CONFIG, jax.random.randint(jax.random.key(1), (batch, 7), 0, 64))
-    pools = paged.paged_forward(params, CONFIG, x, pools, table, base, at, jnp.ones((batch, 7), bool)).layers
-    x = decoder.embed(params, CONFIG, jnp.full((batch, T), 5))
-    positions = jnp.broadcast_to(7 + jnp.arange(T), (batch, T))
-    valid = jnp.ones((batch, T), bool).at[0, 2:].set(False)
-    return paged.paged_forward(params, CONFIG, x, pools, table, base + 7, positions, valid, taps=taps, **options)
+
+    @jax.jit  # anew in every call: what a test replaces is looked up while tracing
+    def outputs():
+        params = decoder.init_params(CONFIG, jax.random.key(0))
+        pools = init_layers(2, 23, 4, 2, 32, 32, jnp.float32)
+        table = jnp.arange(1, 1 + 11 * batch).reshape(batch, 11)
+        at = jnp.broadcast_to(jnp.arange(7), (batch, 7))
+        base = jnp.zeros(batch, jnp.int32)
+        x = decoder.embed(params, CONFIG, jax.random.randint(jax.random.key(1), (batch, 7), 0, 64))
+        pools = paged.paged_forward(params, CONFIG, x, pools, table, base, at, jnp.ones((batch, 7), bool)).layers
+        x = decoder.embed(params, CONFIG, jnp.full((batch, T), 5))
+        positions = jnp.broadcast_to(7 + jnp.arange(T), (batch, T))
+        valid = jnp.ones((batch, T), bool).at[0, 2:].set(False)
+        return paged.paged_forward(params, CONFIG, x, pools, table, base + 7, positions, valid, taps=taps, **options)
+
+    return outputs()
 
 
 @pytest.fixture
