@@ -71,10 +71,12 @@ def test_a_sweep_writes_its_table_and_names_the_best_setting(tmp_path, capsys):
     assert sweep.read_rows(path) == [row]
 
 
-def test_prefill_reports_each_length(capsys):
-    assert bench.main(["prefill", "--target", "tiny", "--lengths", "9", "14", "--repeats", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:]] == ["9", "14"]
+def test_prefill_reports_each_length(capsys, tmp_path):
+    options = ["--lengths", "9", "14", "--repeats", "1", "--attention", "auto", "xla", "--json", str(tmp_path / "rows.json")]
+    assert bench.main(["prefill", "--target", "tiny", *options]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [[line[0], line[2]] for line in lines] == [["9", "paged"], ["14", "paged"], ["9", "xla"], ["14", "xla"]]
+    assert [row["attention"] for row in json.loads((tmp_path / "rows.json").read_text())] == ["paged", "paged", "xla", "xla"]
 
 
 def result(case: RoundCase) -> RoundResult:
