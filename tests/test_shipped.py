@@ -67,7 +67,7 @@ def generate(params, **options):
     return jaxspec.generate(params, [3, 1, 4, 1, 5], max_new_tokens=24, ignore_eos=True, **options)
 
 
-LIMITS = {"eagle3": 7.6, "dspark": 6.3, "uno": 2.5, "eagle": 4.3, "mtp": 4.3}
+LIMITS = {"eagle3": 7.6, "dspark": 6.3, "dflash": 7.0, "uno": 2.5, "eagle": 4.3, "mtp": 4.3}
 """Megabytes that a shipped head may take."""
 
 
