@@ -46,6 +46,7 @@ SHIPPED = {
     "mtp shipped 3/1/4": {"algorithm": "mtp", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
     "dspark shipped": {"algorithm": "dspark"},
     "dspark shipped tree": {"algorithm": "dspark", "topk": 4, "num_draft_tokens": 16},
+    "dflash shipped tree": {"algorithm": "dflash", "topk": 4, "num_draft_tokens": 16},
     "uno shipped 1/8": {"algorithm": "uno", "topk": 1, "num_draft_tokens": 8},
     "uno shipped 7/4/16": {"algorithm": "uno", "num_steps": 7, "topk": 4, "num_draft_tokens": 16},
 }
