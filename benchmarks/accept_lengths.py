@@ -1,12 +1,13 @@
 """Accept length and speed-up over plain decoding of the shipped heads, on MT-Bench, GSM8K and HumanEval prompts.
 
-    python benchmarks/accept_lengths.py --data FOLDER --json benchmarks/results/accept_lengths_cpu.json
+    python benchmarks/accept_lengths.py --data DATA --json benchmarks/results/accept_lengths_cpu.json
     python benchmarks/accept_lengths.py --table benchmarks/results/accept_lengths_*.json
     python benchmarks/accept_lengths.py --write-measured checkpoints/measured.json benchmarks/results/accept_lengths_*.json
-    python benchmarks/accept_lengths.py --data FOLDER --overlap training_rows.npz
+    python benchmarks/accept_lengths.py --data DATA --overlap training_rows.npz
 
-FOLDER holds mt_bench.jsonl, gsm8k.jsonl, humaneval.jsonl (a line each: {"turns": [...]}). Only the first turn of a prompt is
-used (MT-Bench has two), with the chat template. Accept lengths come from large batches of all prompts, speed from single
+DATA is a folder with mt_bench.jsonl, gsm8k.jsonl and humaneval.jsonl (a line a prompt: {"turns": [...]}): the files
+eagle/data/{mt_bench,gsm8k,humaneval}/question.jsonl of https://github.com/SafeAILab/EAGLE, 80 prompts each. Only the first turn
+of a prompt is used (MT-Bench has two), with the chat template. Accept lengths come from large batches of all prompts, speed from single
 prompts, plain and speculative by turns in the same process. Rows that the JSON file already has are not measured again.
 """
 
@@ -188,7 +189,9 @@ def overlap(args) -> int:
 def main(arguments: list[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
-    args.shown = [f'"{a}"' if " " in a else a for a in (sys.argv[1:] if arguments is None else arguments)]
+    words = sys.argv[1:] if arguments is None else arguments
+    words = ["DATA" if before == "--data" else word for before, word in zip(["", *words], words, strict=False)]
+    args.shown = [f'"{word}"' if " " in word else word for word in words]
     if args.table:
         print(accept_report.table([row for path in args.table for row in accept_report.read(path)]))
         return 0
