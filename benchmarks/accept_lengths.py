@@ -7,8 +7,9 @@
 
 DATA is a folder with mt_bench.jsonl, gsm8k.jsonl and humaneval.jsonl (a line a prompt: {"turns": [...]}): the files
 eagle/data/{mt_bench,gsm8k,humaneval}/question.jsonl of https://github.com/SafeAILab/EAGLE, 80 prompts each. Only the first turn
-of a prompt is used (MT-Bench has two), with the chat template. Accept lengths come from large batches of all prompts, speed from single
-prompts, plain and speculative by turns in the same process. Rows that the JSON file already has are not measured again.
+of a prompt is used (MT-Bench has two), with the chat template. Accept lengths come from large batches of all prompts,
+speed from single prompts, plain and speculative by turns in the same process. Rows that the JSON file already has are not
+measured again.
 """
 
 from __future__ import annotations
