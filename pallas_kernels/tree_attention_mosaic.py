@@ -19,13 +19,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels.inflight import WORD, inflight_words, last_slot
+from pallas_kernels.mosaic_merge import MASKED, WARPGROUP_ROWS, divide, merge
 from pallas_kernels.tilings import Tiling
 
 AVAILABLE = hasattr(plgpu, "InterpretGPUParams")  # the API as of jax 0.11
 LOG2E = 1.4426950408889634
-MASKED = -1e30
-WARPGROUP_ROWS = 64  # wgmma's M
-MERGE_CHUNK = 16  # splits that the merge reads at once
 REDUCTION_BYTES = 0  # a row lies within one warp; Mosaic's 2 KB would keep programs of three stages from sharing an SM
 
 
@@ -49,10 +47,6 @@ def _tiled(size: int):
     """How a [rows, size] block of 16-bit floats lies in shared memory: swizzled in 128 bytes, or 64."""
     columns = 64 if size % 64 == 0 else 32
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
-
-
-def _divide(x, by: int):
-    return lax.div(x, jnp.asarray(by, x.dtype))
 
 
 def _attention(
@@ -100,17 +94,17 @@ def _attention(
     num_slots = N * S
     pieces = max(1, block // S)  # copies a block
     length = length_ref[b]
-    row_end = jnp.minimum(_divide((tile + 1) * (R * warpgroups) + (G - 1), G), T)
+    row_end = jnp.minimum(divide((tile + 1) * (R * warpgroups) + (G - 1), G), T)
     start = part * split
     stop = last_slot(length, row_end, causal=causal, M=num_inflight, T=T, num_slots=num_slots)
     stop = jnp.minimum(stop, start + split)
-    blocks = _divide(jnp.maximum(stop - start, 0) + (block - 1), block)
+    blocks = divide(jnp.maximum(stop - start, 0) + (block - 1), block)
     near = sinks = jnp.int32(0)
     lowest = jnp.int32(0)
     if window is not None:
         lowest = jnp.minimum(jnp.maximum(nearest_ref[b] - (window - 1), 0), length)
-        near = jnp.minimum(_divide(jnp.maximum(lowest - start, 0), block), blocks)
-        sinks = jnp.minimum(_divide(jnp.maximum(min(sink, num_slots) - start, 0) + (block - 1), block), near)
+        near = jnp.minimum(divide(jnp.maximum(lowest - start, 0), block), blocks)
+        sinks = jnp.minimum(divide(jnp.maximum(min(sink, num_slots) - start, 0) + (block - 1), block), near)
     steps = sinks + blocks - near
     first_row = tile * (R * warpgroups) + wg * R
     rows = pl.ds(first_row, R)  # may reach beyond the rows of q
@@ -119,7 +113,7 @@ def _attention(
         return start + (i if window is None else jnp.where(i < sinks, i, near + i - sinks)) * block
 
     def pages_of(i):
-        first = _divide(first_slot(i), S)
+        first = divide(first_slot(i), S)
         return tuple(table[b, jnp.minimum(first + j, N - 1)] for j in range(pieces))
 
     keys, values = (k_hbm, k_smem, k_ready), (v_hbm, v_smem, v_ready)
@@ -161,7 +155,7 @@ def _attention(
             acc, m, total, pages = carry
             slot = lax.rem(i, jnp.int32(stages))
             first = first_slot(i)
-            base = _divide(first, WORD) - _divide(length, WORD)
+            base = divide(first, WORD) - divide(length, WORD)
             indices = [base + w for w in range(block // WORD)]
             words = [] if not masked else [mask_word(index) for index in indices]  # arrive while the products run
             plgpu.barrier_wait(k_ready.at[slot])
@@ -262,7 +256,7 @@ def _attention(
         carry = (acc, per_row(MASKED), per_row(0.0), ahead[-1])
         full = jnp.int32(0)
         if window is None:
-            full = jnp.minimum(_divide(jnp.maximum(length - start, 0), block), blocks)
+            full = jnp.minimum(divide(jnp.maximum(length - start, 0), block), blocks)
             carry = lax.fori_loop(0, full, functools.partial(attend, masked=False), carry)
         acc, m, total, _ = lax.fori_loop(full, steps, functools.partial(attend, masked=True), carry)
 
@@ -279,80 +273,6 @@ def _attention(
         body()
     else:
         pl.when(start < stop)(body)
-
-
-def _merge(
-    part_ref,  # [B, splits, K, rows * Dv] float32
-    lse_ref,  # [B, splits, K, rows]
-    length_ref,  # [B]
-    position_ref,  # [B, T]
-    out_ref,  # [B, K, T * G * Dv], or [B, T, H * Dv] where a program's rows are neighbours there too
-    *,
-    together: int,
-    neighbours: bool,
-    tokens: int | None,
-    G: int,
-    Dv: int,
-    T: int,
-    split: int,
-    causal: bool,
-    num_inflight: int,
-    num_slots: int,
-    window: int | None,
-    sink: int,
-):
-    b, group, head = (lax.axis_index(a) for a in ("batch", "rows", "kv_head"))
-    splits = part_ref.shape[1]
-    size = together * Dv
-    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=1)
-    row = place = group * together
-    t_first, t_last = _divide(row, G), _divide(row + (together - 1), G)
-    if tokens is not None:  # the rows of a warpgroup are ordered by head, then token
-        tile = _divide(t_first, tokens)
-        place = tile * WARPGROUP_ROWS + lax.rem(row, jnp.int32(G)) * tokens + (t_first - tile * tokens)
-    length = length_ref[b]
-    stop = last_slot(length, t_last + 1, causal=causal, M=num_inflight, T=T, num_slots=num_slots)
-    stop = _divide(stop + (split - 1), split)
-    first, sinks = jnp.int32(0), 0
-    if window is not None:
-        nearest = functools.reduce(jnp.minimum, [position_ref[b, _divide(row + j, G)] for j in range(together)])
-        first = _divide(jnp.minimum(jnp.maximum(nearest - (window - 1), 0), length), split)
-        sinks = -(-sink // split)
-    lower = jnp.int32(0) if sinks else _divide(first, MERGE_CHUNK)
-    element = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
-
-    def spread(scalars):  # one value per row to every channel of that row
-        out = plgpu.layout_cast(jnp.full((size,), scalars[0]), layout)
-        for j, x in enumerate(scalars[1:], 1):
-            out = jnp.where(element < j * Dv, out, plgpu.layout_cast(jnp.full((size,), x), layout))
-        return out
-
-    def add(i, carry):
-        acc, tops, totals = carry
-        at = [jnp.minimum(i * MERGE_CHUNK + c, splits - 1) for c in range(MERGE_CHUNK)]
-        live = [(s < stop) & ((s >= first) | (s < sinks)) for s in (i * MERGE_CHUNK + c for c in range(MERGE_CHUNK))]
-        lses = [[lse_ref[b, s, head, place + j] for j in range(together)] for s in at]
-        values = [plgpu.load(part_ref.at[b, s, head, pl.ds(place * Dv, size)], layout=layout, optimized=False) for s in at]
-        lses = [[jnp.where(ok, x, MASKED) for x in xs] for ok, xs in zip(live, lses, strict=True)]
-        new_tops = [functools.reduce(jnp.maximum, [xs[j] for xs in lses], tops[j]) for j in range(together)]
-        acc = acc * spread([jnp.exp2(old - new) for old, new in zip(tops, new_tops, strict=True)])
-        totals = [n * jnp.exp2(old - new) for n, old, new in zip(totals, tops, new_tops, strict=True)]
-        for value, xs in zip(values, lses, strict=True):
-            weights = [jnp.where(x > MASKED, jnp.exp2(x - top), 0.0) for x, top in zip(xs, new_tops, strict=True)]
-            totals = [n + w for n, w in zip(totals, weights, strict=True)]
-            weight = spread(weights)
-            acc = acc + jnp.where(weight > 0, value * weight, jnp.zeros_like(value))  # what nobody wrote may be NaN
-        return acc, tuple(new_tops), tuple(totals)
-
-    carry = (spread([jnp.float32(0)] * together), (jnp.float32(MASKED),) * together, (jnp.float32(0),) * together)
-    acc, _, totals = lax.fori_loop(lower, _divide(stop + (MERGE_CHUNK - 1), MERGE_CHUNK), add, carry)
-    acc = acc / spread([jnp.where(n == 0, 1.0, n) for n in totals])
-    acc = acc.astype(out_ref.dtype)
-    if neighbours:
-        channel = (head * G + lax.rem(row, jnp.int32(G))) * Dv
-        out_ref[b, t_first, pl.ds(channel, size)] = acc
-    else:
-        out_ref[b, head, pl.ds(row * Dv, size)] = acc
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window", "sink", "softcap", "tiling", "interpret"))
@@ -462,7 +382,7 @@ def tree_attention(
     groups = pl.cdiv(T * G, together)
     merged = plgpu.kernel(
         functools.partial(
-            _merge, together=together, neighbours=neighbours, tokens=tokens, G=G, Dv=Dv, num_slots=num_slots, **limits
+            merge, together=together, neighbours=neighbours, tokens=tokens, G=G, Dv=Dv, num_slots=num_slots, **limits
         ),
         out_type=jax.ShapeDtypeStruct((B, T, H * Dv) if neighbours else (B, K, groups * together * Dv), q.dtype),
         grid=(B, groups, K),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import generation
+from jaxspec import generation, prefill
 from jaxspec.config import ConfigError, SpecConfig
 from jaxspec.drafters.ngram_history import NgramHistory
 from jaxspec.kvcache import OutOfPages
@@ -84,19 +84,19 @@ def test_a_first_chunk_attended_to_by_a_library_changes_no_answer(case, chunk, r
     ],
 )
 def test_prefill_chunks_stay_bounded(longest, batch, fresh, chunks):
-    assert generation.prefill_chunks(longest, batch, fresh) == chunks
+    assert prefill.prefill_chunks(longest, batch, fresh) == chunks
 
 
 def test_prefill_attention_is_chosen_by_prompt_and_device(monkeypatch):
     config = tiny.target().config
-    choose = partial(generation.prefill_attention, config, np.dtype("float32"))
+    choose = partial(prefill.prefill_attention, config, np.dtype("float32"))
     assert [choose(9), choose(9000), choose(9000, "paged"), choose(9, "xla")] == [None, None, None, "xla"]
     with pytest.raises(ConfigError, match="prefill_attention='cudnn' needs a GPU"):
         choose(9000, "cudnn")
     with pytest.raises(ConfigError, match="prefill_attention='flash' must be one of auto, paged, cudnn, xla"):
         jaxspec.generate(tiny.target(), [1, 2], prefill_attention="flash")
     asked = []
-    monkeypatch.setattr(generation, "serves", lambda *kind: asked.append(kind) or True)
+    monkeypatch.setattr(prefill, "serves", lambda *kind: asked.append(kind) or True)
     assert [choose(9), choose(9000), choose(9, "cudnn")] == [None, "cudnn", "cudnn"] and len(asked) == 2
 
 

@@ -59,7 +59,7 @@ def run_part(part: str, out: pathlib.Path, limit: float):
             return
         command = [sys.executable, __file__, "--out", str(out), "--child", part, "--budget", str(left - 3)]
         if part == "ncu":
-            names = "regex:tree_attention|_attention|_merge|mosaic|body"
+            names = "regex:tree_attention|_attention|merge|mosaic|body"
             command = [
                 "ncu", "--clock-control", "none", "--csv", "--log-file", str(out / "ncu.csv"), "--metrics", NCU_METRICS,
                 "-k", names, *command,

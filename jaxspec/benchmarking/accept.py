@@ -18,8 +18,9 @@ import jax
 import numpy as np
 
 from jaxspec.config import ConfigError, SpecConfig
-from jaxspec.generation import PREFILL_CHUNKS, Session, bucket, read_answers, result_of, start
+from jaxspec.generation import Session, bucket, read_answers, result_of, start
 from jaxspec.params import ModelParams
+from jaxspec.prefill import PREFILL_CHUNKS
 from jaxspec.results import GenerationResult
 from jaxspec.sampling import SamplingParams
 

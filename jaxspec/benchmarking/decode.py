@@ -14,7 +14,8 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxspec.config import ConfigError, SpecConfig
-from jaxspec.generation import generate, prefill_attention
+from jaxspec.generation import generate
+from jaxspec.prefill import prefill_attention
 from jaxspec.results import GenerationResult
 
 
