@@ -221,13 +221,14 @@ def train_head(args: argparse.Namespace, target, log) -> int:
     from jaxspec.config import ModelConfig
     from jaxspec.conversion.errors import ConversionError
     from jaxspec.training import heads
-    from jaxspec.training.loop import TrainOptions, remove_checkpoints, train
+    from jaxspec.training.loop import TrainOptions, checked_dtype, remove_checkpoints, train
     from jaxspec.training.output import write_head
     from jaxspec.training.warm import read_start
 
     out = Path(args.out).expanduser().absolute()
     if out.exists() and not args.force:
         raise ConversionError(f"{out} exists; pass --force to replace it")
+    checked_dtype(target)  # before rows are written
     module = heads.head_module(args.head)
     objective = module.build(target.config, **{name: getattr(args, name) for name in module.OPTIONS})
     decay = getattr(module, "WEIGHT_DECAY", 0.0)
@@ -236,8 +237,9 @@ def train_head(args: argparse.Namespace, target, log) -> int:
     start = None if args.start is None else read_start(args.start, objective)
     work = out.with_name(f".{out.name}-training")
     data = get_data(args, target, log, work)
+    storage = {"storage": args.quantize, "store_dtype": args.store_dtype}
     shown = {"progress": not args.quiet, "log": log}
-    trained = train(objective, target, data, options, folder=work, storage=args.quantize, start=start, **shown)
+    trained = train(objective, target, data, options, folder=work, start=start, **storage, **shown)
     for number, loss in enumerate(trained.losses):
         if number == 0 or number == len(trained.losses) - 1:
             log(f"step {number + 1}: loss {loss:.4f}")

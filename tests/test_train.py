@@ -120,7 +120,8 @@ def test_rows_outlive_an_interruption(tmp_path, monkeypatch, capsys):
 
     arguments = [
         "eagle3", "--target", TARGET, "--steps", "6", "--tokens", "1000", "--length", "24", "--rows", "48", "--batch", "4",
-        "--held-out", "4", "--draft-vocab", "64", "--steps-ahead", "2", "--store-dtype", "float32", "--quiet",
+        "--held-out", "4", "--draft-vocab", "64", "--steps-ahead", "2", "--store-dtype", "float32",
+        "--quantize", "int8", "--quiet",
     ]  # fmt: skip
     seen = []
 
@@ -128,6 +129,8 @@ def test_rows_outlive_an_interruption(tmp_path, monkeypatch, capsys):
         seen.append(train(*args, **options))
         return seen[-1]
 
+    stored_as, as_stored = [], loop.as_stored
+    monkeypatch.setattr(loop, "as_stored", lambda *args: stored_as.append(args[1:]) or as_stored(*args))
     monkeypatch.setattr(loop, "train", watched)
     assert command.main([*arguments, "--out", str(tmp_path / "whole")]) == 0
     assert command.main([*arguments, "--out", str(tmp_path / "head"), "--stop-after", "3"]) == 0
@@ -135,9 +138,18 @@ def test_rows_outlive_an_interruption(tmp_path, monkeypatch, capsys):
     assert len([name for name in kept if name.startswith("data-") and name.endswith(".npz")]) == 1
     monkeypatch.setattr(synthesis, "synthesise", lambda *args, **options: pytest.fail("rows were written anew"))
     assert command.main([*arguments, "--out", str(tmp_path / "head")]) == 0
+    assert stored_as == [("int8", "float32")] * 2  # at the end of the first and of the third run
     assert seen[2].losses == seen[0].losses and seen[1].losses == seen[0].losses[:3]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "whole"]
     assert "data: read from" in capsys.readouterr().err
+
+
+def test_a_target_in_float16_is_refused_before_rows_are_written(tmp_path, monkeypatch):
+    from jaxspec.training import synthesis
+
+    monkeypatch.setattr(synthesis, "synthesise", lambda *args, **options: pytest.fail("rows were written"))
+    with pytest.raises(ConfigError, match="dtype=float16 has no range for gradients"):
+        command.main(["eagle3", "--target", TARGET, "--dtype", "float16", "--out", str(tmp_path / "head")])
 
 
 def test_a_student_of_any_source_gets_its_tokenizer(tmp_path):

@@ -142,6 +142,7 @@ def train(
     *,
     folder: Path | None = None,
     storage: str | None = None,
+    store_dtype: str = "bfloat16",
     taps: tuple[int, ...] = (),
     start: Start | None = None,
     progress: bool = True,
@@ -159,6 +160,7 @@ def train(
       taps: further features that the target's pass gives. Heads that are trained one after another on the same rows compile
         that pass once when all of them get the taps of all.
       storage: how the head will be stored ("int8"): its accept length is measured as stored, too.
+      store_dtype: type in which it will be stored, and from which `storage` rounds.
       start: a head trained before, whose weights are the first ones of this run (`jaxspec.training.warm.read_start`).
       progress: show a bar on stderr.
       log: receives what happened in words.
@@ -167,7 +169,20 @@ def train(
       ConfigError: too few rows, a target in float16, a loss that is not finite, or `folder` holds checkpoints of a run with
         other options or rows.
     """
-    return Run(objective, target, data, options, folder, log, taps, earlier=start).run(progress, storage)
+    run = Run(objective, target, data, options, folder, log, taps, earlier=start, store_dtype=store_dtype)
+    return run.run(progress, storage)
+
+
+def checked_dtype(target: ModelParams) -> str:
+    """The type that a target's parameters have and training computes in.
+
+    Raises:
+      ConfigError: it is float16.
+    """
+    dtype = str(jax.tree.leaves(target.tree["embedder"])[0].dtype)
+    if dtype == "float16":
+        raise ConfigError("dtype=float16 has no range for gradients, and losses are not scaled: use bfloat16 or float32")
+    return dtype
 
 
 class Run:
@@ -179,7 +194,7 @@ class Run:
 
     def __init__(
         self, objective, target, data: Data, options: TrainOptions, folder, log, taps: tuple[int, ...] = (), reader=None,
-        earlier: Start | None = None,
+        earlier: Start | None = None, store_dtype: str = "bfloat16",
     ):  # fmt: skip
         self.objective, self.target, self.options, self.folder, self.log = objective, target, options, folder, log
         self.begin = time.perf_counter()
@@ -190,9 +205,7 @@ class Run:
             )
         self.rows, self.num_rows, self.length = kept, len(kept.tokens), data.tokens.shape[1]
         self.taps = tuple(sorted({*taps, *objective.taps})) if taps else objective.taps
-        self.dtype = str(jax.tree.leaves(target.tree["embedder"])[0].dtype)
-        if self.dtype == "float16":
-            raise ConfigError("dtype=float16 has no range for gradients, and losses are not scaled: use bfloat16 or float32")
+        self.dtype, self.store_dtype = checked_dtype(target), store_dtype
         self.num_held_out = len(held_out.tokens)
         pairs = ((kept.tokens, held_out.tokens), (kept.supervised, held_out.supervised))
         if reader is None:
@@ -375,7 +388,7 @@ class Run:
         draft = None
         if number == total:
             if storage is not None:
-                stored = as_stored(state[0], storage)
+                stored = as_stored(state[0], storage, self.store_dtype)
                 about[f"held_out_accept_length_{storage}"] = self.evaluate(stored, state[1], constants)["accept_length"]
             tree = merge(state[0], constants)
             config, source = self.objective.config, f"trained for {self.target.source}"
