@@ -56,8 +56,9 @@ def test_greedy_output_equals_plain_decoding(name, reference):
         assert alone.tokens == expected[1]
 
 
-@pytest.mark.parametrize("case", [{}, {"algorithm": "ngram"}, {"draft": "small"}])
-@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize(
+    ("case", "chunk"), [({}, 5), ({"algorithm": "ngram"}, None), ({"draft": "small"}, None), ({"draft": "small"}, 5)]
+)
 def test_a_first_chunk_attended_to_by_a_library_changes_no_answer(case, chunk, reference):
     prompts, expected = reference
     options = {"algorithm": "none", **options_of(case)} if not case else options_of(case)
@@ -126,12 +127,12 @@ def test_history_of_earlier_outputs_drafts_them_again(reference):
 
 def test_statistics_are_consistent(reference):
     prompts, _ = reference
-    for result in jaxspec.generate(tiny.target(), prompts, draft=tiny.small_draft(), num_steps=3, topk=2, num_draft_tokens=6):
+    for result in jaxspec.generate(tiny.target(), prompts, max_new_tokens=LENGTH, **options_of(CASES["tree"])):
         stats = result.stats
         assert stats.completion_tokens == len(result.tokens) == len(result.from_draft) == len(result.pieces)
         assert sum(stats.accepted_histogram) == stats.rounds
         assert sum(i * n for i, n in enumerate(stats.accepted_histogram)) == stats.accepted == sum(result.from_draft)
-        assert stats.proposed == stats.rounds * 5
+        assert stats.proposed == stats.rounds * 8
         assert stats.completion_tokens <= stats.accepted + stats.rounds + 1
         assert stats.accept_length == pytest.approx((stats.completion_tokens - 1) / stats.rounds)
         assert "accept length" in str(stats)
@@ -155,7 +156,7 @@ def test_one_prompt_or_a_batch():
 def test_stream_gives_the_same_in_pieces(reference):
     prompts, expected = reference
     tokens, texts, results = [[] for _ in prompts], ["" for _ in prompts], {}
-    for chunk in jaxspec.stream(tiny.target(), prompts, draft=tiny.small_draft(), max_new_tokens=LENGTH):
+    for chunk in jaxspec.stream(tiny.target(), prompts, max_new_tokens=LENGTH, **options_of(CASES["tree"])):
         tokens[chunk.index] += chunk.tokens
         texts[chunk.index] += chunk.text
         if chunk.result is not None:

@@ -141,11 +141,11 @@ def session_for(params, ids, **options) -> generation.Session:
 @pytest.mark.parametrize(
     "name, tree",
     [
-        ("raw", (3, 1, 4)),
         ("raw", (3, 3, 10)),
-        ("three layers", (3, 1, 4)),
         ("three layers", (2, 1, 3)),
         ("two layers", (5, 1, 6)),
+        pytest.param("raw", (3, 1, 4), marks=pytest.mark.slow),
+        pytest.param("three layers", (3, 1, 4), marks=pytest.mark.slow),
     ],
 )
 def test_an_oracle_draft_is_always_accepted(name, tree):
@@ -168,7 +168,10 @@ def test_an_oracle_draft_is_always_accepted(name, tree):
         assert answer.from_draft.sum() == 6 * steps
 
 
-@pytest.mark.parametrize("name, tree", [("raw", (3, 3, 8)), ("three layers", (3, 1, 4)), ("two layers", (3, 1, 4))])
+@pytest.mark.parametrize(
+    "name, tree",
+    [("raw", (3, 3, 8)), ("three layers", (3, 1, 4)), pytest.param("two layers", (3, 1, 4), marks=pytest.mark.slow)],
+)
 def test_caches_are_updated_in_place(name, tree):
     """The loop's output aliases the caches of target and layers, and its temporaries are smaller than one layer's pool."""
     params = target(name)
@@ -187,7 +190,7 @@ def test_caches_are_updated_in_place(name, tree):
     assert memory.temp_size_in_bytes < min(sizes)
 
 
-@pytest.mark.parametrize("name", ["raw", "two layers"])
+@pytest.mark.parametrize("name", [pytest.param("raw", marks=pytest.mark.slow), "two layers"])
 def test_one_program_for_each_batch_and_tree(name, monkeypatch):
     counted = jax.jit(chex.assert_max_traces(run_rounds.__wrapped__, n=1), static_argnames="program", donate_argnames="state")
     chex.clear_trace_counter()
@@ -201,7 +204,13 @@ def test_one_program_for_each_batch_and_tree(name, monkeypatch):
 
 @pytest.mark.parametrize(
     "name, steps",
-    [("three layers", 3), ("three layers, no chain", 3), ("three layers", 2), ("three layers", 7), ("two layers", 3)],
+    [
+        ("three layers", 2),
+        ("three layers", 7),
+        ("three layers, no chain", 3),
+        pytest.param("three layers", 3, marks=pytest.mark.slow),
+        pytest.param("two layers", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_a_layer_per_step_drafts_what_the_dense_layers_say(name, steps):
     """Fewer steps than layers use the first ones, more steps the same ones again."""
