@@ -14,6 +14,8 @@ from jaxspec.benchmarking.parts import part_of
 from jaxspec.kvcache import LayerKV
 from jaxspec.round import Program, RoundState, round_step
 
+_MULTIPLY = {"dot_general", "pallas_call", "custom_vmap_call"}
+"""Primitives that a weight enters to be multiplied: products, and our kernels on Triton and (wrapped by Pallas) Mosaic GPU."""
 _VIEWS = {"convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "slice", "dynamic_slice"}
 
 
@@ -84,7 +86,7 @@ class _Tracer:
                 found = self.walk(inner, dict(zip(inner.invars, given, strict=True)), scope)
                 kinds |= {v: k for v, k in zip(eqn.outvars, found, strict=True) if k}
                 continue
-            if name in ("dot_general", "pallas_call"):  # of our kernels, those that multiply take weights
+            if name in _MULTIPLY:
                 for var, kind in zip(eqn.invars, given, strict=True):
                     if kind and kind[0] == "weight":
                         stored = kind[1] or var.aval.dtype.itemsize

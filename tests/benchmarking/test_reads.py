@@ -90,3 +90,15 @@ def test_every_floor_of_the_peer_table(row):
     again = 0.02 if row == "dflash 16" else 0.0
     found = sum(reads_of(row, "llama-3.1-8b", 0, jnp.bfloat16).values()) / 4.24e9
     assert found == pytest.approx(PEER_FLOOR_MS[row] + again, abs=0.006)
+
+
+def test_weights_that_a_mosaic_kernel_multiplies_count():
+    skinny_product = pytest.importorskip("pallas_kernels.skinny_product")
+    if not skinny_product.AVAILABLE:
+        pytest.skip("this jax has no Mosaic GPU kernels")
+    tiling = skinny_product.Tiling(128, 64, 8, 2, 1)
+    x, w = jnp.zeros((128, 512), jnp.bfloat16), jnp.zeros((512, 256), jnp.bfloat16)
+    program = jax.make_jaxpr(lambda x, w: skinny_product.partial_products(x, w, tiling, dtype=jnp.float32))(x, w).jaxpr
+    tracer = reads._Tracer(batch=1, context=1)
+    tracer.walk(program, {program.invars[1]: ("weight", None)}, "target/mlp")
+    assert tracer.bytes == {"products": w.size * 2}

@@ -170,8 +170,8 @@ def test_a_table_follows_from_measurements():
 
     slow, fast, wrong = [64, 64, 2, 1, 1], [128, 64, 2, 1, 1], [256, 64, 2, 1, 1]
     rows = {
-        "a": row(10.0), "b": row(9.0, slow), "c": row(8.0, fast), "d": row(5.0, wrong, error=0.1), "e": {"error": "hung"},
-        "f": row(10.0, rows=8), "g": row(9.9, fast, rows=8),
+        "a": row(10.0), "b": row(9.0, slow), "c": row(6.5, fast), "d": row(5.0, wrong, error=0.1), "e": {"error": "hung"},
+        "f": row(10.0, rows=8), "g": row(7.5, fast, rows=8),  # too little: the kernel begins later
     }  # fmt: skip
     found = {}
     exec(benchmark().table_text(rows), found)  # the text is a module
