@@ -18,6 +18,7 @@ from jaxspec.kvcache import LayerKV, PageAllocator
 from jaxspec.round import cut, run_rounds
 from jaxspec.sampling import SamplingParams, sampling_state
 from tests import tiny
+from tests.drafters.session_checks import assert_caches_are_updated_in_place, pools_of
 
 TREE = {"num_steps": 3, "topk": 2, "num_draft_tokens": 7}
 DRAFTERS = {
@@ -34,11 +35,6 @@ def session_for(prompts, **options) -> generation.Session:
 
 def outputs(session) -> list[list[int]]:
     return [a.tokens for a in generation.read_answers(session, ())]
-
-
-def pools(state) -> list[LayerKV]:
-    drafts = jax.tree.leaves(state.draft, is_leaf=lambda x: isinstance(x, LayerKV))
-    return [*state.cache.layers, *(x for x in drafts if isinstance(x, LayerKV))]
 
 
 def map_pools(state, change):
@@ -65,7 +61,7 @@ def test_nan_in_free_pages_scratch_and_padding_reaches_nothing(name):
     poisoned.prefill()
     for _ in range(40):
         # Every slot behind the committed positions, and the scratch page, is poisoned again before each round.
-        keep = np.zeros(pools(poisoned.state)[0].k.shape[:2], bool)
+        keep = np.zeros(pools_of(poisoned.state)[0].k.shape[:2], bool)
         table, length = jax.device_get((poisoned.state.cache.page_table, poisoned.state.cache.length))
         for row, n in zip(table, length, strict=True):
             extra = 1 if name == "standalone" else 0  # its cache covers the bonus token too
@@ -84,15 +80,15 @@ def test_nan_in_free_pages_scratch_and_padding_reaches_nothing(name):
 def test_rounds_write_only_pages_that_their_sequence_owns(name):
     session = session_for(tiny.prompts(3), page_size=4, **DRAFTERS[name]())
     granted = np.unique(np.asarray(session.state.cache.page_table))
-    foreign = np.setdiff1d(np.arange(pools(session.state)[0].k.shape[0]), granted)
+    foreign = np.setdiff1d(np.arange(pools_of(session.state)[0].k.shape[0]), granted)
     assert foreign.size
-    mark = jnp.asarray(np.isin(np.arange(pools(session.state)[0].k.shape[0]), foreign))[:, None, None, None]
+    mark = jnp.asarray(np.isin(np.arange(pools_of(session.state)[0].k.shape[0]), foreign))[:, None, None, None]
     session.state = map_pools(session.state, lambda x: jnp.where(mark, 7.0, x))
     allocator = session.allocator
     session.prefill()
     while not bool(session.state.done.all()):
         session.run(1)
-        for layer in pools(session.state):
+        for layer in pools_of(session.state):
             for pool in layer:
                 assert (np.asarray(pool)[foreign] == 7.0).all()
         owned = (np.asarray(session.state.cache.page_table) > 0).sum(1) * 4
@@ -168,14 +164,8 @@ def test_cut_agrees_with_reading_token_by_token(tokens, count, remaining, stops,
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_caches_are_updated_in_place(name):
-    """The loop's output aliases both caches, and its temporaries are smaller than one layer's pool."""
     session = session_for(tiny.prompts(2), max_new_tokens=200, page_size=64, **DRAFTERS[name]())
-    wide = map_pools(session.state, lambda x: jnp.zeros((4096, *x.shape[1:]), x.dtype))
-    program = run_rounds.lower(tiny.target().tree, session.draft_tree, wide, jnp.int32(9), program=session.program).compile()
-    memory = program.memory_analysis()
-    sizes = [pool.size * pool.dtype.itemsize for layer in pools(wide) for pool in layer]
-    assert memory.alias_size_in_bytes >= sum(sizes)
-    assert memory.temp_size_in_bytes < min(sizes)
+    assert_caches_are_updated_in_place(session)
 
 
 def test_one_program_for_each_shape(monkeypatch):

@@ -20,6 +20,7 @@ from jaxspec.round import run_rounds
 from jaxspec.sampling import SamplingParams, row_keys, sampling_state
 from tests.drafters.dflash_cases import VARIANTS, VOCAB, draft_config, random_draft, target
 from tests.drafters.eagle_cases import prompts, tiny_target
+from tests.drafters.session_checks import assert_caches_are_updated_in_place, assert_every_draft_is_accepted
 
 PAGE_SIZE, PAGES, LENGTH = 4, 9, 13
 
@@ -55,12 +56,7 @@ def test_an_oracle_draft_is_always_accepted(variant, topk, nodes, monkeypatch):
     monkeypatch.setattr(dflash_model, "logits", logits)
     fields = {f.name: getattr(session.program.drafter, f.name) for f in dataclasses.fields(DFlashDrafter)}
     session.program = dataclasses.replace(session.program, drafter=OracleDrafter(**fields))
-    session.prefill()
-    session.run()
-    for answer, expected in zip(generation.read_answers(session, ()), answers, strict=True):
-        assert answer.tokens == expected.tokens
-        assert np.bincount(answer.round_of).tolist() == [1] + [steps + 1] * 6
-        assert answer.from_draft.sum() == 6 * steps
+    assert_every_draft_is_accepted(session, answers, steps)
 
 
 def context(length: int) -> RoundContext:
@@ -270,18 +266,8 @@ def test_shapes_and_random_parameters_agree(variant):
 
 
 def test_caches_are_updated_in_place():
-    """The loop's output aliases both caches, and its temporaries are smaller than one layer's pool."""
     session = session_for(prompts(VOCAB)[:2], draft=random_draft("dflash"), topk=2, page_size=64)
-
-    def widen(x):
-        return jax.tree.map(lambda pool: jnp.zeros((4096, *pool.shape[1:]), pool.dtype), x) if isinstance(x, LayerKV) else x
-
-    state = jax.tree.map(widen, session.state, is_leaf=lambda x: isinstance(x, LayerKV))
-    args = (target().tree, session.draft_tree, state, jnp.int32(9))
-    memory = run_rounds.lower(*args, program=session.program).compile().memory_analysis()
-    sizes = [pool.size * pool.dtype.itemsize for layer in (*state.cache.layers, *state.draft.layers) for pool in layer]
-    assert memory.alias_size_in_bytes >= sum(sizes)
-    assert memory.temp_size_in_bytes < min(sizes)
+    assert_caches_are_updated_in_place(session)
 
 
 def test_one_program_for_each_batch_and_tree(monkeypatch):

@@ -22,6 +22,7 @@ from jaxspec.kvcache import LayerKV
 from jaxspec.round import draft, run_rounds
 from jaxspec.sampling import row_keys, sampling_state
 from tests.drafters.eagle_cases import prompts, random_head, tiny_target, trained
+from tests.drafters.session_checks import assert_caches_are_updated_in_place, assert_every_draft_is_accepted
 from tests.parity.checks.statistics import p_value
 
 
@@ -65,12 +66,7 @@ def test_an_oracle_draft_is_always_accepted(tree):
     fields["draft"] = dataclasses.replace(fields["draft"], reduced_vocab=False, draft_vocab_size=24)
     session.program = dataclasses.replace(session.program, drafter=OracleDrafter(**fields))
     session.draft_tree = session.draft_tree | {"answers": jnp.asarray(table)}
-    session.prefill()
-    session.run()
-    for answer, expected in zip(generation.read_answers(session, ()), answers, strict=True):
-        assert answer.tokens == expected.tokens
-        assert np.bincount(answer.round_of).tolist() == [1] + [steps + 1] * 6
-        assert answer.from_draft.sum() == 6 * steps
+    assert_every_draft_is_accepted(session, answers, steps)
 
 
 def proposed(target, head, spec: SpecConfig, ids=None, **options):
@@ -213,26 +209,12 @@ def test_a_head_for_another_target_is_refused():
             generate(other, [[1]], draft=head, max_new_tokens=2)
 
 
-def pools(state) -> list[LayerKV]:
-    return [*state.cache.layers, *state.draft.layers]
-
-
 def test_caches_are_updated_in_place():
-    """The loop's output aliases both caches, and its temporaries are smaller than one layer's pool."""
     target = tiny_target()
     session = session_for(
         target, prompts(24)[:2], draft=random_head("eagle3"), spec=SpecConfig(3, 3, 8), max_new_tokens=200, page_size=64
     )
-
-    def widen(x):
-        return jax.tree.map(lambda pool: jnp.zeros((4096, *pool.shape[1:]), pool.dtype), x) if isinstance(x, LayerKV) else x
-
-    state = jax.tree.map(widen, session.state, is_leaf=lambda x: isinstance(x, LayerKV))
-    args = (target.tree, session.draft_tree, state, jnp.int32(9))
-    memory = run_rounds.lower(*args, program=session.program).compile().memory_analysis()
-    sizes = [pool.size * pool.dtype.itemsize for layer in pools(state) for pool in layer]
-    assert memory.alias_size_in_bytes >= sum(sizes)
-    assert memory.temp_size_in_bytes < min(sizes)
+    assert_caches_are_updated_in_place(session)
 
 
 def test_one_program_for_each_batch_and_tree(monkeypatch):

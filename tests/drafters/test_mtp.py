@@ -15,13 +15,14 @@ from jaxspec.drafters import mtp, mtp_model, registry
 from jaxspec.drafters.base import RoundContext
 from jaxspec.drafters.mtp import MtpDrafter
 from jaxspec.drafters.mtp_config import MtpConfig, mtp_config
-from jaxspec.kvcache import LayerKV, PagedKVCache
+from jaxspec.kvcache import PagedKVCache
 from jaxspec.loading import DraftParams
 from jaxspec.models import decoder
 from jaxspec.models.attend import causal_attend
 from jaxspec.round import run_rounds
 from jaxspec.sampling import SamplingParams, row_keys, sampling_state
 from tests.drafters.mtp_cases import dense_target, prompts, target
+from tests.drafters.session_checks import assert_caches_are_updated_in_place, assert_every_draft_is_accepted
 
 PAGE_SIZE, PAGES = 4, 9
 
@@ -160,12 +161,7 @@ def test_an_oracle_draft_is_always_accepted(name, tree):
     fields = {f.name: getattr(session.program.drafter, f.name) for f in dataclasses.fields(MtpDrafter)}
     session.program = dataclasses.replace(session.program, drafter=OracleDrafter(**fields))
     session.draft_tree = session.draft_tree | {"answers": jnp.asarray(table)}
-    session.prefill()
-    session.run()
-    for answer, expected in zip(generation.read_answers(session, ()), answers, strict=True):
-        assert answer.tokens == expected.tokens
-        assert np.bincount(answer.round_of).tolist() == [1] + [steps + 1] * 6
-        assert answer.from_draft.sum() == 6 * steps
+    assert_every_draft_is_accepted(session, answers, steps)
 
 
 @pytest.mark.parametrize(
@@ -173,21 +169,10 @@ def test_an_oracle_draft_is_always_accepted(name, tree):
     [("raw", (3, 3, 8)), ("three layers", (3, 1, 4)), pytest.param("two layers", (3, 1, 4), marks=pytest.mark.slow)],
 )
 def test_caches_are_updated_in_place(name, tree):
-    """The loop's output aliases the caches of target and layers, and its temporaries are smaller than one layer's pool."""
     params = target(name)
     session = session_for(params, prompts(24)[:2], spec=SpecConfig(*tree), max_new_tokens=200, page_size=64)
-
-    def widen(x):
-        return jax.tree.map(lambda pool: jnp.zeros((4096, *pool.shape[1:]), pool.dtype), x) if isinstance(x, LayerKV) else x
-
-    state = jax.tree.map(widen, session.state, is_leaf=lambda x: isinstance(x, LayerKV))
-    args = (params.tree, session.draft_tree, state, jnp.int32(9))
-    memory = run_rounds.lower(*args, program=session.program).compile().memory_analysis()
-    pools = [*state.cache.layers, *state.draft.layers]
-    assert len(state.draft.layers) == {"raw": 1, "two layers": 2, "three layers": 3}[name]
-    sizes = [pool.size * pool.dtype.itemsize for layer in pools for pool in layer]
-    assert memory.alias_size_in_bytes >= sum(sizes)
-    assert memory.temp_size_in_bytes < min(sizes)
+    assert len(session.state.draft.layers) == {"raw": 1, "two layers": 2, "three layers": 3}[name]
+    assert_caches_are_updated_in_place(session)
 
 
 @pytest.mark.parametrize("name", [pytest.param("raw", marks=pytest.mark.slow), "two layers"])
