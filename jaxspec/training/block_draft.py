@@ -6,8 +6,9 @@ the anchor's token. Its D drafts are the tokens behind the anchor (DFlash, arXiv
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,29 @@ def spread_taps(num_layers: int, count: int) -> tuple[int, ...]:
         return (num_layers - 1,)
     spread = np.linspace(min(2, num_layers - 1), num_layers - 1, count)
     return tuple(dict.fromkeys(int(round(t)) for t in spread))
+
+
+def shared_options(
+    target: ModelConfig, options: Mapping[str, Option], given: Mapping[str, Any], **parts
+) -> tuple[DFlashConfig, dict[str, Any]]:
+    """The configuration of a new draft, and the fields of `BlockDraftObjective`, from what is given of `OPTIONS`.
+
+    Args:
+      target: the model that it drafts for.
+      options: the head's own options, whose defaults those of `OPTIONS` have that are not given.
+      given: values by name.
+      parts: further fields of the configuration, which one head has and the other lacks.
+
+    Raises:
+      TypeError: an option that there is not.
+      ConfigError: an option is out of range for this target.
+    """
+    unknown = sorted(set(given) - set(OPTIONS))
+    if unknown:
+        raise TypeError(f"no such option: {', '.join(unknown)}; there are {', '.join(OPTIONS)}")
+    values = {name: options[name].default for name in OPTIONS} | given
+    fields = {name: values.pop(name) for name in ("anchors", "off_path", "candidates")}
+    return draft_config(target, **values, **parts), fields
 
 
 def draft_config(

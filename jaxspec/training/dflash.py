@@ -76,33 +76,17 @@ class DFlashObjective(BlockDraftObjective):
 def build(
     target: ModelConfig,
     *,
-    layers: int = OPTIONS["layers"].default,
-    block: int = OPTIONS["block"].default,
-    taps: int | tuple[int, ...] = OPTIONS["taps"].default,
-    heads: int = OPTIONS["heads"].default,
-    kv_heads: int = OPTIONS["kv_heads"].default,
-    ffn: int = OPTIONS["ffn"].default,
-    anchors: int = OPTIONS["anchors"].default,
-    causal: bool = OPTIONS["causal"].default,
-    off_path: float = OPTIONS["off_path"].default,
-    mask_token: int | None = None,
-    candidates: int = OPTIONS["candidates"].default,
     gamma: float | None = None,
     soft: float = OPTIONS["soft"].default,
     label_temperature: float = OPTIONS["label_temperature"].default,
+    **shared,
 ) -> DFlashObjective:
     """The objective of a new draft (`OPTIONS` says what the options mean).
 
     Raises:
       ConfigError: an option is out of range for this target.
     """
-    config = block_draft.draft_config(
-        target, layers=layers, block=block, taps=taps, causal=causal, mask_token=mask_token, heads=heads,
-        kv_heads=kv_heads, ffn=ffn,
-    )  # fmt: skip
+    config, fields = block_draft.shared_options(target, OPTIONS, shared)
     if gamma is None:
-        gamma = float(np.interp(block, (8, 10, 16), (4, 5, 7)))
-    return DFlashObjective(
-        target, config, anchors=anchors, off_path=off_path, candidates=candidates, gamma=gamma, soft=soft,
-        label_temperature=label_temperature,
-    )  # fmt: skip
+        gamma = float(np.interp(config.block_size, (8, 10, 16), (4, 5, 7)))
+    return DFlashObjective(target, config, **fields, gamma=gamma, soft=soft, label_temperature=label_temperature)

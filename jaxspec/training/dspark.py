@@ -108,17 +108,6 @@ class DSparkObjective(BlockDraftObjective):
 def build(
     target: ModelConfig,
     *,
-    layers: int = OPTIONS["layers"].default,
-    block: int = OPTIONS["block"].default,
-    taps: int | tuple[int, ...] = OPTIONS["taps"].default,
-    heads: int = OPTIONS["heads"].default,
-    kv_heads: int = OPTIONS["kv_heads"].default,
-    ffn: int = OPTIONS["ffn"].default,
-    anchors: int = OPTIONS["anchors"].default,
-    causal: bool = OPTIONS["causal"].default,
-    off_path: float = OPTIONS["off_path"].default,
-    mask_token: int | None = None,
-    candidates: int = OPTIONS["candidates"].default,
     markov_rank: int = OPTIONS["markov_rank"].default,
     markov: str = OPTIONS["markov"].default,
     confidence: bool = OPTIONS["confidence"].default,
@@ -127,6 +116,7 @@ def build(
     estimate: float = OPTIONS["estimate"].default,
     soft: float = OPTIONS["soft"].default,
     label_temperature: float = OPTIONS["label_temperature"].default,
+    **shared,
 ) -> DSparkObjective:
     """The objective of a new draft (`OPTIONS` says what the options mean); a Markov rank of 0 leaves that head out.
 
@@ -135,12 +125,10 @@ def build(
     """
     if markov_rank < 0 or not (markov_rank or confidence):
         raise ConfigError(f"markov_rank={markov_rank} must be at least 1, or 0 with confidence on: dflash has neither head")
-    config = block_draft.draft_config(
-        target, layers=layers, block=block, taps=taps, causal=causal, mask_token=mask_token, heads=heads,
-        kv_heads=kv_heads, ffn=ffn, anchor_predicts=True, markov_rank=markov_rank, markov=markov if markov_rank else None,
+    config, fields = block_draft.shared_options(
+        target, OPTIONS, shared, anchor_predicts=True, markov_rank=markov_rank, markov=markov if markov_rank else None,
         confidence=("markov" if markov_rank else "hidden") if confidence else None,
     )  # fmt: skip
     return DSparkObjective(
-        target, config, anchors=anchors, off_path=off_path, candidates=candidates, ce=ce, tv=tv, estimate=estimate,
-        soft=soft, label_temperature=label_temperature,
-    )  # fmt: skip
+        target, config, **fields, ce=ce, tv=tv, estimate=estimate, soft=soft, label_temperature=label_temperature
+    )

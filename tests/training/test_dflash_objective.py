@@ -341,6 +341,16 @@ def test_impossible_options(module, options, said):
         module.build(target().config, **options)
 
 
+@pytest.mark.parametrize("module", [dflash, dspark])
+def test_options_have_the_heads_own_defaults(module):
+    config = tiny.target().config
+    defaults = {name: option.default for name, option in module.OPTIONS.items()}
+    assert module.build(config) == module.build(config, **defaults)
+    assert module.build(config).config.block_size == module.OPTIONS["block"].default
+    with pytest.raises(TypeError, match="no such option: blocks; there are layers, block,"):
+        module.build(config, blocks=3)
+
+
 def test_fused_attention_is_tried_out_while_a_loss_is_traced():
     """Under `jit`, `grad` and `checkpoint` the trial sees values, not tracers; a wrong kernel is found out."""
     found = []
