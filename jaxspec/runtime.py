@@ -31,7 +31,7 @@ def use_compilation_cache() -> None:
     except OSError:
         return  # a read-only home: compile anew each time
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)  # on a GPU the many small ones add up to seconds
 
 
 XLA_OPTIONS: dict[str, int] = {

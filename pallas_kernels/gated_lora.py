@@ -5,6 +5,8 @@ XLA adds up the parts of both first products in kernels of their own; four produ
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,23 +76,31 @@ def gated_lora(
         has too few rows for a product.
       interpret: run on a CPU.
     """
-    parts, B, T, outputs = y.shape
-    R, rank, dtype = B * T, b.shape[0], b.dtype
+    rank = b.shape[0]
     tiles = None if blocks is None else blocks.reshape(-1, COLUMNS)
     if tiles is not None and (tiles != tiles[:, :1]).any():
         tiles = None
     used = rank if tiles is None else rank // max(int(tiles.max()) + 1, 1)
     if _chunk(used) < LEAST_CHUNK:
         tiles, used = None, rank
+    of_tile = None if tiles is None else tuple(tiles[:, 0].tolist())
+    return _gated_lora(y, hidden, b, gate, scale=scale, of_tile=of_tile, used=used, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "of_tile", "used", "interpret"))  # lowered once, however many layers
+def _gated_lora(y, hidden, b, gate, *, scale: float, of_tile: tuple[int, ...] | None, used: int, interpret: bool):
+    """The kernel: `of_tile` is the block of each program's columns, `used` the rows of `b` in a block."""
+    parts, B, T, outputs = y.shape
+    R, rank, dtype = B * T, b.shape[0], b.dtype
     rows, chunk = max(16, pl.next_power_of_2(R)), _chunk(used)
-    width = _columns(outputs) if tiles is None else COLUMNS
+    width = _columns(outputs) if of_tile is None else COLUMNS
     y, hidden, gate = y.reshape(parts, R, outputs), hidden.reshape(-1, R, rank), gate.reshape(R).astype(jnp.int32)
 
     def kernel(y_ref, hidden_ref, b_ref, gate_ref, out_ref):
         row = jnp.arange(rows)[:, None]
         exists, at = row < R, jnp.minimum(row, R - 1)
         column = pl.program_id(0) * width + jnp.arange(width)[None]
-        block = jnp.int32(0) if tiles is None else _lookup(tiles[:, 0], pl.program_id(0))
+        block = jnp.int32(0) if of_tile is None else _lookup(np.array(of_tile), pl.program_id(0))
         some, start = block >= 0, jnp.maximum(block, 0) * used
 
         def parts_of(ref, index):

@@ -6,6 +6,8 @@ too, but adds some of the parts in a kernel of its own.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -29,6 +31,7 @@ def serves(x: Array, a: Array) -> bool:
     return rows <= MOST_ROWS and inputs % 512 == 0 and rank % 16 == 0 and x.dtype == a.dtype and x.dtype.itemsize == 2
 
 
+@functools.partial(jax.jit, static_argnames="interpret")  # lowered once, however many layers
 def lora_shrink(
     x: Float[Array, "B T I"], a: Float[Array, "I rank"], *, interpret: bool = False
 ) -> Float[Array, "parts B T rank"]:

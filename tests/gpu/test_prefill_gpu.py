@@ -41,9 +41,7 @@ def test_fresh_chunk(T, window):
     def forward(fresh):
         pools = init_layers(2, 1 + batch * width, 16, 2, 128, 128, jnp.bfloat16)
         x = decoder.embed(params, config, tokens)
-        out = paged.paged_forward(
-            params, config, x, pools, table, jnp.zeros(batch, jnp.int32), positions, valid, fresh=fresh
-        )
+        out = paged.paged_forward(params, config, x, pools, table, jnp.zeros(batch, jnp.int32), positions, valid, fresh=fresh)
         return out.hidden, out.layers
 
     compiled = jax.jit(lambda: forward("cudnn")).lower().compile()
