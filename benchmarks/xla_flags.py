@@ -22,6 +22,7 @@ from pathlib import Path
 
 SETTINGS: dict[str, str] = {
     "default": "",
+    "loop-graph": "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL",
     "concurrent": "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT",
     "cublas": "--xla_gpu_enable_triton_gemm=false",
     "cudnn": "--xla_gpu_cudnn_gemm_fusion_level=3",
@@ -113,7 +114,7 @@ def measure(rows: list[str], target: str, context: int, setting: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=["eagle3 5/8/64:8"], help="row of the peer suite, colon, batch")
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS)[:5], choices=SETTINGS)
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS)[:6], choices=SETTINGS)
     parser.add_argument("--target", default="llama-3.1-8b")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--budget", type=float, default=150, help="seconds; a setting is not begun that would not be through")
