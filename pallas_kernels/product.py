@@ -14,6 +14,10 @@ from pallas_kernels.product_table import MEASURED
 
 ROWS = (1, 8, 16, 32, 64, 128)
 """Numbers of rows that were measured; a product of any other number takes what the next larger one takes."""
+AHEAD = 16 << 20
+"""Bytes of the next product's weights that a product fetches into the L2 cache when small kernels lie between the two."""
+AHEAD_OF_ATTENTION = 34 << 20
+"""The same where attention lies between them."""
 
 
 @functools.cache
@@ -37,38 +41,64 @@ def measured_tiling(x: Array, w: Array):
     return tiling if tiling.fits(rows, *w.shape) else None
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _parts(x, w, tiling, dtype):
-    return _kernel().partial_products(x, w, tiling, dtype=dtype)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
+def _parts(x, w, following, tiling, dtype, ahead):
+    return _kernel().partial_products(x, w, tiling, dtype=dtype, following=following, ahead=ahead)
 
 
 @_parts.defjvp
-def _differentiated(tiling, dtype, primals, tangents):
+def _differentiated(tiling, dtype, ahead, primals, tangents):
     """Where a derivative is wanted XLA multiplies: the first part is everything."""
 
-    def multiply(x, w):
+    def multiply(x, w, _):
         y = (x @ w).astype(dtype)[None]
         return jnp.pad(y, ((0, tiling.parts(*w.shape).max() - 1), (0, 0), (0, 0)))
 
     return jax.jvp(multiply, primals, tangents)
 
 
-def product_in_parts(x: Float[Array, "*R I"], w: Float[Array, "I O"]) -> Float[Array, "parts *R O"] | None:
-    """x @ w by the kernel, in partial sums (float32 if there are several) for whatever adds them up; None: leave it to XLA."""
+def ahead_of(x: Array, w: Array, most: int):
+    """Which part of w the product before it fetches, for a product of as many rows as x has; None: nothing.
+
+    What the kernel begins with, or all of a small w for XLA, which begins anywhere.
+    """
+    if w.ndim != 2 or w.dtype.itemsize != 2 or not most:
+        return None
+    tiling = measured_tiling(jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[0]), x.dtype), w)
+    if tiling is None:
+        deep, wide = (next((n for n in (128, 64) if size % n == 0), None) for size in w.shape)
+        if w.size * 2 > most or None in (deep, wide):
+            return None
+        return _kernel().Ahead(_kernel().Tiling(wide, deep, w.shape[0] // deep), w.shape[0] // deep)
+    total = w.size // (tiling.depth * tiling.columns * tiling.cluster)
+    programs = -(-total // tiling.steps) * tiling.cluster
+    units = min(most // (2 * tiling.depth * tiling.columns * programs), tiling.steps)
+    return _kernel().Ahead(tiling, units) if units else None
+
+
+def product_in_parts(
+    x: Float[Array, "*R I"], w: Float[Array, "I O"], following: Array | None = None, most: int | None = None
+) -> Float[Array, "parts *R O"] | None:
+    """x @ w by the kernel, in partial sums (float32 if there are several) for whatever adds them up; None: leave it to XLA.
+
+    Of `following`, the weights of the product that comes next, up to `most` bytes (None: `AHEAD`) are fetched meanwhile.
+    """
     tiling = measured_tiling(x, w)
     if tiling is None:
         return None
     counts = tiling.parts(*w.shape)
     rows = x.reshape(-1, x.shape[-1])
-    p = _parts(rows, w, tiling, x.dtype if counts.max() == 1 else jnp.float32)
+    ahead = None if following is None else ahead_of(x, following, AHEAD if most is None else most)
+    following = None if ahead is None else following
+    p = _parts(rows, w, following, tiling, x.dtype if counts.max() == 1 else jnp.float32, ahead)
     if counts.min() != counts.max():  # not all of them exist everywhere
         p = _kernel().add_parts(p, tiling, w.shape[0])[None]
     return p.reshape(-1, *x.shape[:-1], w.shape[1])
 
 
-def product(x: Float[Array, "*R I"], w: Float[Array, "I O"]) -> Float[Array, "*R O"]:
-    """x @ w, by the kernel where the table of measurements has it."""
-    parts = product_in_parts(x, w)
+def product(x: Float[Array, "*R I"], w: Float[Array, "I O"], following: Array | None = None) -> Float[Array, "*R O"]:
+    """x @ w, by the kernel where the table of measurements has it; `following` as in `product_in_parts`."""
+    parts = product_in_parts(x, w, following)
     if parts is None:
         return x @ w
     return functools.reduce(jnp.add, parts).astype(x.dtype)

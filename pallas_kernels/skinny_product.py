@@ -13,6 +13,9 @@ warpgroup fetches by TMA, one or two multiply. What limits such a product beside
   L2 cache, with 256 columns half as many. `cluster=2` halves that again: two neighbours work on neighbouring tiles, each
   fetches half of the tokens and TMA hands them to both.
 * About 35 KB must be under way per multiprocessor to cover the latency: 3 to 8 stages, as many as shared memory holds.
+* Between two products the memory rests: the last tiles are multiplied and written, small kernels run, the next product
+  starts. `Ahead` says which weights come next; their first steps are fetched into the L2 cache as soon as a program has
+  asked for the last of its own.
 """
 
 from __future__ import annotations
@@ -78,6 +81,14 @@ class Tiling:
         return (first + deep - 1) // self.steps - first // self.steps + 1
 
 
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """What the product behind this one begins with: the first `units` steps of every program of `tiling`."""
+
+    tiling: Tiling
+    units: int
+
+
 def tokens_of(rows: int) -> int:
     """The number of tokens that a program for so many rows is built for."""
     return next(t for t in ROWS if rows <= t)
@@ -100,8 +111,8 @@ def _tiled(size: int, dtype):
     return plgpu.TilingTransform((8, span * 8 // bits)), plgpu.SwizzleTransform(span)
 
 
-def _fetch(x_hbm, w_hbm, x_smem, w_smem, full, empty, *, start, stop, tile_steps, peer, tiling, stages, tokens):
-    """The producer: a ring of `stages` blocks of w and x, each refilled when all who read it are done."""
+def _fetch(x_hbm, w_hbm, x_smem, w_smem, full, empty, *, start, stop, tile_steps, peer, tiling, stages, tokens, behind):
+    """The producer: a ring of `stages` blocks of w and x, each refilled when all who read it are done; `behind` the last."""
     every_row = pl.ds(start * 0, tokens)  # not a constant, which may not exceed the rows of x
 
     def fetch(unit, slot):
@@ -123,7 +134,29 @@ def _fetch(x_hbm, w_hbm, x_smem, w_smem, full, empty, *, start, stop, tile_steps
     for i in range(stages):
         pl.when(start + i < stop)(functools.partial(fetch, start + i, i))
     lax.fori_loop(start + stages, stop, refill, None)
+    behind()
     lax.fori_loop(jnp.maximum(stop - stages, start), stop, drain, None)
+
+
+def _fetch_ahead(next_hbm, ahead, *, program, programs):
+    """Asks the L2 cache for what the programs of the next product begin with, shared out over those of this one."""
+    tiling, (inputs, outputs) = ahead.tiling, next_hbm.shape
+    deep = inputs // tiling.depth
+    total = deep * (outputs // (tiling.columns * tiling.cluster))
+    runs = -(-total // tiling.steps)
+    units = min(ahead.units, tiling.steps)
+    count = runs * tiling.cluster * units
+
+    def ask(i, _):
+        item = program + i * programs  # neighbours ask for neighbouring programs' blocks
+        which, step = lax.rem(item, jnp.int32(runs * tiling.cluster)), lax.div(item, jnp.int32(runs * tiling.cluster))
+        unit = lax.div(which, jnp.int32(tiling.cluster)) * tiling.steps + step
+        tile = lax.div(unit, jnp.int32(deep)) * tiling.cluster + lax.rem(which, jnp.int32(tiling.cluster))
+        inner = pl.ds(lax.rem(unit, jnp.int32(deep)) * tiling.depth, tiling.depth)
+        exists = (item < count) & (unit < total)
+        plgpu.async_prefetch(next_hbm.at[inner, pl.ds(tile * tiling.columns, tiling.columns)], predicate=exists)
+
+    lax.fori_loop(0, pl.cdiv(count, programs), ask, None)
 
 
 def _multiply(x_smem, w_smem, out_smem, p_hbm, full, empty, *, run, start, stop, tile_steps, wg, peer, tiling, stages, tokens):
@@ -167,9 +200,16 @@ def _multiply(x_smem, w_smem, out_smem, p_hbm, full, empty, *, run, start, stop,
     plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(jax.jit, static_argnames=("tiling", "dtype", "interpret"))  # lowered once, however many layers
+@functools.partial(jax.jit, static_argnames=("tiling", "dtype", "ahead", "interpret"))  # lowered once for all layers
 def partial_products(
-    x: Float[Array, "R K"], w: Float[Array, "K N"], tiling: Tiling, *, dtype=jnp.float32, interpret=None
+    x: Float[Array, "R K"],
+    w: Float[Array, "K N"],
+    tiling: Tiling,
+    *,
+    dtype=jnp.float32,
+    following: Float[Array, "K2 N2"] | None = None,
+    ahead: Ahead | None = None,
+    interpret=None,
 ) -> Float[Array, "parts R N"]:
     """x @ w in partial sums; where `tiling.parts` has fewer for a tile than for others, what lies behind is not written.
 
@@ -178,6 +218,7 @@ def partial_products(
       w: weights.
       tiling: one that `fits`.
       dtype: of the sums, which are added up in float32.
+      following: weights that are multiplied next, of which `ahead` is fetched into the L2 cache.
       interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
     (rows, inputs), outputs = x.shape, w.shape[1]
@@ -191,7 +232,11 @@ def partial_products(
     stages, chunk = tiling.stages(tokens), min(tokens, CHUNK)
     axes = ("run", "peer") if tiling.cluster > 1 else ("run",)
 
-    def product_kernel(x_hbm, w_hbm, p_hbm, x_smem, w_smem, out_smem, full, empty):
+    programs = pl.cdiv(total, tiling.steps) * tiling.cluster
+    ahead = ahead if following is not None else None
+
+    def product_kernel(x_hbm, w_hbm, *refs):
+        *next_hbm, p_hbm, x_smem, w_smem, out_smem, full, empty = refs
         run, wg = lax.axis_index("run"), lax.axis_index("wg")
         peer = lax.axis_index("peer") if tiling.cluster > 1 else 0
         start = run * tiling.steps
@@ -200,9 +245,13 @@ def partial_products(
             stages=stages, tokens=tokens,
         )  # fmt: skip
 
+        def behind():
+            if ahead is not None:
+                _fetch_ahead(*next_hbm, ahead, program=run * tiling.cluster + peer, programs=programs)
+
         @pl.when(wg == tiling.consumers)
         def _():
-            _fetch(x_hbm, w_hbm, x_smem, w_smem, full, empty, **place)
+            _fetch(x_hbm, w_hbm, x_smem, w_smem, full, empty, behind=behind, **place)
 
         @pl.when(wg < tiling.consumers)
         def _():
@@ -227,7 +276,7 @@ def partial_products(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
         **clusters,
-    )(x, w)
+    )(x, w, *(() if ahead is None else (following,)))
     return result[:, :rows]
 
 

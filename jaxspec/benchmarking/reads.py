@@ -87,7 +87,9 @@ class _Tracer:
                 kinds |= {v: k for v, k in zip(eqn.outvars, found, strict=True) if k}
                 continue
             if name in _MULTIPLY:
-                for var, kind in zip(eqn.invars, given, strict=True):
+                # A Mosaic product may have a third operand, of which it reads ahead what another one multiplies.
+                count = 2 if name == "custom_vmap_call" else len(given)
+                for var, kind in zip(eqn.invars[:count], given[:count], strict=True):
                     if kind and kind[0] == "weight":
                         stored = kind[1] or var.aval.dtype.itemsize
                         self.bytes[part_of(scope, True)] += var.aval.size * stored

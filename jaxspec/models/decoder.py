@@ -8,6 +8,7 @@ takes `attend` as an argument: paged for decoding, dense causal for `jaxspec.for
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from jaxspec.models.layers import (
     split_qkv,
 )
 from jaxspec.models.moe import mixture_of_experts, moe_shapes
+from pallas_kernels.product import AHEAD_OF_ATTENTION
 
 # attend(layer_cache, q [B,T,H,Dk], k [B,T,K,Dk], v [B,T,K,Dv], *, scale, window, softcap) -> (out [B,T,H,Dv], layer_cache)
 # It may have a method `fused` that takes queries, keys and values before the rotary embedding (`attend.PagedAttend`).
@@ -141,10 +143,14 @@ def unembed(params: dict, config: ModelConfig, hidden: Float[Array, "*R E"]) -> 
 
 
 def attention_block(
-    x: Float[Array, "B T E"], params: dict, config: ModelConfig, window: int | None, angles, attend: Attend, cache
-) -> tuple[Float[Array, "B T E"], Any]:
-    """Projections, q/k norms, rotary embedding, attention, a sigmoid gate (Qwen3-Next), output projection."""
-    parts = dense_in_parts(x, params["qkv"])
+    x: Float[Array, "B T E"], params: dict, config: ModelConfig, window: int | None, angles, attend: Attend, cache,
+    following: dict | None = None,
+) -> tuple[Float[Array, "B T E"], Any]:  # fmt: skip
+    """Projections, q/k norms, rotary embedding, attention, a sigmoid gate (Qwen3-Next), output projection.
+
+    `following` is the layer that multiplies next (`layers.dense`).
+    """
+    parts = dense_in_parts(x, params["qkv"], params["out"], AHEAD_OF_ATTENTION)
     options = {"scale": config.attention_scale, "window": window, "softcap": config.attention_softcap}
     done = None
     if hasattr(attend, "fused") and not config.qk_norm and not config.attention_gate:
@@ -162,22 +168,24 @@ def attention_block(
     out = out.reshape(*x.shape[:2], -1)
     if config.attention_gate:
         out = out * jax.nn.sigmoid(gate)
-    return dense(out, params["out"]), cache
+    return dense(out, params["out"], following), cache
 
 
 def decoder_layer(
     x: Float[Array, "B T E"], params: dict, config: ModelConfig, layer: int, angles, attend: Attend, cache,
-    rows: Int[Array, "B R"] | None = None,
+    rows: Int[Array, "B R"] | None = None, following: dict | None = None,
 ) -> tuple[Float[Array, "B T E"], Any]:  # fmt: skip
     """One pre-norm layer; with `sandwich_norms` the outputs of attention and MLP are normed before they are added.
 
-    With `rows` only those go through the MLP and come out.
+    With `rows` only those go through the MLP and come out. `following` is the layer that multiplies next (`layers.dense`).
     """
 
     def norm(y, name):
         return rms_norm(y, params[name], config.norm_eps, config.norm_plus_one)
 
-    attention = attention_block if config.mla is None else latent_attention
+    attention = latent_attention
+    if config.mla is None:
+        attention = functools.partial(attention_block, following=params["mlp"]["gate_up"] if "mlp" in params else None)
     with jax.named_scope("attention"):
         y, cache = attention(norm(x, "input_norm"), params["attention"], config, config.windows[layer], angles, attend, cache)
         if rows is not None:
@@ -188,7 +196,7 @@ def decoder_layer(
         if "moe" in params:
             y = mixture_of_experts(y, params["moe"], config)
         else:
-            y = gated_mlp(y, params["mlp"], config.activation)
+            y = gated_mlp(y, params["mlp"], config.activation, following)
         return x + (norm(y, "post_mlp_norm") if config.sandwich_norms else y), cache
 
 
@@ -227,7 +235,8 @@ def decode(
     stream, updated = [x], []
     for i in range(config.num_layers):
         kept = rows if i == config.num_layers - 1 else None
-        x, cache = decoder_layer(x, params["layers"][str(i)], config, i, angles[i], attend, layers[i], kept)
+        behind = params["layers"].get(str(i + 1), {}).get("attention", {}).get("qkv") if i + 1 < config.num_layers else None
+        x, cache = decoder_layer(x, params["layers"][str(i)], config, i, angles[i], attend, layers[i], kept, behind)
         stream.append(x)
         updated.append(cache)
     hidden = rms_norm(x, params["final_norm"], config.norm_eps, config.norm_plus_one)

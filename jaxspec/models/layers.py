@@ -16,11 +16,18 @@ from pallas_kernels.product import product, product_in_parts
 from pallas_kernels.tilings import product_parts
 
 
-def dense(x: Float[Array, "*R I"], layer: dict) -> Float[Array, "*R O"]:
+def following_kernel(layer: dict | None, dtype) -> Array | None:
+    """The weights of a product that comes next, for `pallas_kernels.product`; None where they are stored otherwise."""
+    kernel = None if layer is None else layer.get("kernel")
+    return kernel if isinstance(kernel, jax.Array) and kernel.dtype == dtype else None
+
+
+def dense(x: Float[Array, "*R I"], layer: dict, following: dict | None = None) -> Float[Array, "*R O"]:
     """x @ kernel + bias: the one place through which every product with a weight goes.
 
     ``kernel`` is an array [in, out] or a pair {"q": int8 [in, out], "scale": [out]}. ``lora`` holds the arguments of
-    `gated_lora`; only a draft pass puts it there (`jaxspec.drafters.uno_model.adapted`).
+    `gated_lora`; only a draft pass puts it there (`jaxspec.drafters.uno_model.adapted`). `following` is the layer whose
+    product comes next: the GPU kernel reads ahead in its weights.
     """
     if "lora" in layer:
         return dense_with_lora(x, {name: leaf for name, leaf in layer.items() if name != "lora"}, **layer["lora"])
@@ -28,16 +35,21 @@ def dense(x: Float[Array, "*R I"], layer: dict) -> Float[Array, "*R O"]:
     if isinstance(kernel, dict):
         y = (x @ kernel["q"].astype(x.dtype)) * kernel["scale"].astype(x.dtype)
     else:
-        y = product(x, kernel.astype(x.dtype))
+        y = product(x, kernel.astype(x.dtype), following_kernel(following, x.dtype))
     return y + layer["bias"].astype(x.dtype) if "bias" in layer else y
 
 
-def dense_in_parts(x: Float[Array, "B T I"], layer: dict) -> Float[Array, "parts B T O"]:
-    """`dense` as partial sums in float32 where a GPU had better cut the product along its inputs, else in one part."""
+def dense_in_parts(
+    x: Float[Array, "B T I"], layer: dict, following: dict | None = None, most: int | None = None
+) -> Float[Array, "parts B T O"]:
+    """`dense` as partial sums in float32 where a GPU had better cut the product along its inputs, else in one part.
+
+    Up to `most` bytes of the product in `following` are read ahead (`pallas_kernels.product.product_in_parts`).
+    """
     kernel = layer["kernel"]
     if layer.keys() != {"kernel"} or isinstance(kernel, dict) or device.capability() is None:
         return dense(x, layer)[None]
-    by_kernel = product_in_parts(x, kernel.astype(x.dtype))
+    by_kernel = product_in_parts(x, kernel.astype(x.dtype), following_kernel(following, x.dtype), most)
     if by_kernel is not None:
         return by_kernel
     inputs, outputs = kernel.shape
@@ -100,10 +112,10 @@ def activation(name: str, x: Array) -> Array:
     raise ValueError(f"unknown activation {name!r}; known: silu, gelu, gelu_pytorch_tanh, gelu_new")
 
 
-def gated_mlp(x: Float[Array, "*R E"], mlp: dict, name: str) -> Float[Array, "*R E"]:
-    """down(act(gate(x)) * up(x)); gate and up are one product whose output holds gate, then up."""
-    gate, up = jnp.split(dense(x, mlp["gate_up"]), 2, axis=-1)
-    return dense(activation(name, gate) * up, mlp["down"])
+def gated_mlp(x: Float[Array, "*R E"], mlp: dict, name: str, following: dict | None = None) -> Float[Array, "*R E"]:
+    """down(act(gate(x)) * up(x)); gate and up are one product whose output holds gate, then up. `following`: see `dense`."""
+    gate, up = jnp.split(dense(x, mlp["gate_up"], mlp["down"]), 2, axis=-1)
+    return dense(activation(name, gate) * up, mlp["down"], following)
 
 
 def rope_frequencies(rope: RopeConfig, dim: int) -> Float[Array, " half"]:
