@@ -4,12 +4,14 @@
     python benchmarks/accept_lengths.py --table benchmarks/results/accept_lengths_*.json
     python benchmarks/accept_lengths.py --write-measured checkpoints/measured.json benchmarks/results/accept_lengths_*.json
     python benchmarks/accept_lengths.py --data DATA --overlap training_rows.npz
+    python benchmarks/accept_lengths.py --join benchmarks/results/accept_lengths_cpu.json share0.json share1.json
 
 DATA is a folder with mt_bench.jsonl, gsm8k.jsonl and humaneval.jsonl (a line a prompt: {"turns": [...]}): the files
 eagle/data/{mt_bench,gsm8k,humaneval}/question.jsonl of https://github.com/SafeAILab/EAGLE, 80 prompts each. Only the first turn
 of a prompt is used (MT-Bench has two), with the chat template. Accept lengths come from large batches of all prompts,
 speed from single prompts, plain and speculative by turns in the same process. Rows that the JSON file already has are not
-measured again.
+measured again. Several processes may share the prompts (--share) or the rows (--rows), each with a JSON file of its own, which
+--join makes one; on one GPU they take turns (--turns).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from jaxspec import shipped
 from jaxspec.benchmarking import accept, accept_report
 from jaxspec.benchmarking.decode import read_prompts
 from jaxspec.benchmarking.suites import write_json
+from jaxspec.benchmarking.turns import Turns
 from jaxspec.config import ConfigError
 from jaxspec.prompts import encode_prompts
 from jaxspec.training import card
@@ -61,9 +64,21 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on an accelerator")
     p.add_argument("--group", type=int, default=4, help="rows that share compilation and the timings of plain decoding")
     p.add_argument("--threads", type=int, default=min(8, os.cpu_count() or 1), help="programs compiled at once")
-    p.add_argument("--budget", type=float, help="seconds: no group of rows is begun that would take longer")
+    p.add_argument(
+        "--budget", type=float,
+        help="seconds: no group of rows is begun that would take longer, and no prompt is timed after them",
+    )
+    p.add_argument(
+        "--share", type=int, nargs=2, default=[0, 1], metavar=("I", "N"),
+        help="take every N-th prompt from the I-th on: one of N processes with a file each",
+    )
+    p.add_argument(
+        "--turns", type=Path, metavar="FILE",
+        help="a lock file that all processes on a device name: they compile side by side and time one after another",
+    )
     p.add_argument("--json", type=Path, help="file of results: read, completed, rewritten after every group")
     p.add_argument("--table", nargs="+", type=Path, metavar="JSON", help="print results as Markdown and measure nothing")
+    p.add_argument("--join", nargs="+", type=Path, metavar=("OUT", "JSON"), help="add the rows of files to OUT, shares joined")
     p.add_argument("--write-measured", nargs="+", type=Path, metavar=("OUT", "JSON"), help="write the automatic choice's table")
     p.add_argument(
         "--overlap", nargs="+", type=Path, metavar="ROWS", help="count training rows that share 13 tokens with a prompt"
@@ -79,7 +94,8 @@ def head_id(draft) -> str:
 
 def device_name() -> str:
     if jax.default_backend() == "cpu":
-        return f"{platform.machine()} CPU, {os.cpu_count()} cores"
+        usable, there = len(os.sched_getaffinity(0)), os.cpu_count()
+        return f"{platform.machine()} CPU, {there if usable == there else f'{usable} of {there}'} cores"
     return jax.devices()[0].device_kind
 
 
@@ -119,6 +135,11 @@ def measure(args) -> None:
     timed = args.temperature if args.timed_temperature is None else args.timed_temperature
     if set(timed) - set(args.temperature):
         raise ConfigError(f"--timed-temperature {timed} must be among --temperature {args.temperature}")
+    index, processes = args.share
+    if not 0 <= index < processes:
+        raise ConfigError(f"--share {index} {processes}: the first number must be 0 to {processes - 1}")
+    end = None if args.budget is None else begun + args.budget
+    turns = Turns(args.turns, None if end is None else begun + 0.6 * args.budget)
     settings = accept.Settings(
         temperatures=tuple(args.temperature),
         timed_temperatures=tuple(timed),
@@ -127,13 +148,14 @@ def measure(args) -> None:
         timed=args.timed_prompts,
         repeats=args.repeats,
         prompts=args.prompts,
+        share=tuple(args.share),
         threads=args.threads,
     ).fitted(sets)
     stored = accept_report.read(args.json) if args.json else []
     common = {
         "model": Path(args.target).name, "platform": jax.default_backend(), "device": device_name(),
         "dtype": str(params.tree["embedder"]["embedding"].dtype), "new_tokens": args.new_tokens, "batch": args.batch,
-        "asked_prompts": args.prompts, "asked_timed": args.timed_prompts,
+        "asked_prompts": args.prompts, "asked_timed": args.timed_prompts, "share": args.share,
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
         "command": " ".join(["python", "benchmarks/accept_lengths.py", *args.shown]),
     }  # fmt: skip
@@ -158,15 +180,20 @@ def measure(args) -> None:
     slowest = 0.0
     for i in range(0, len(rows), args.group):
         start = time.perf_counter()
-        left = None if args.budget is None else args.budget - (start - begun)
-        if left is not None and left < 1.1 * slowest:
-            print(f"stopped with {left:.0f} s left: {len(rows) - i} of {len(rows)} rows were not begun")
+        if end is not None and end - start < 1.1 * slowest:
+            print(f"stopped with {end - start:.0f} s left: {len(rows) - i} of {len(rows)} rows were not begun")
             break
-        group = accept.Group(params, rows[i : i + args.group], sets, settings, lambda text: print(text, flush=True))
-        fresh = [{**described(*key), **found} for key, found in group.measure().items()]
+
+        def save(figures: accept.Figures, before=stored) -> list[dict]:
+            fresh = [{**described(*key), **found} for key, found in figures.items()]
+            fresh = fresh if processes > 1 else accept_report.joined(fresh)
+            if args.json:
+                write_json(args.json, accept_report.replaced(before, fresh))
+            return fresh
+
+        group = accept.Group(params, rows[i : i + args.group], sets, settings, lambda text: print(text, flush=True), turns)
+        fresh = save(group.measure(save, end))
         stored = accept_report.replaced(stored, fresh)
-        if args.json:
-            write_json(args.json, stored)
         print(accept_report.table(fresh) + "\n" if fresh else "", flush=True)
         slowest = max(slowest, time.perf_counter() - start)
 
@@ -187,18 +214,28 @@ def overlap(args) -> int:
     return 1 if worst else 0
 
 
+def read_all(paths: list[Path]) -> list[dict]:
+    """The rows of several files."""
+    return [row for path in paths for row in accept_report.read(path)]
+
+
 def main(arguments: list[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
     words = sys.argv[1:] if arguments is None else arguments
     words = ["DATA" if before == "--data" else word for before, word in zip(["", *words], words, strict=False)]
+    words = ["I" if before == "--share" else word for before, word in zip(["", *words], words, strict=False)]
     args.shown = [f'"{word}"' if " " in word else word for word in words]
     if args.table:
-        print(accept_report.table([row for path in args.table for row in accept_report.read(path)]))
+        print(accept_report.table(read_all(args.table)))
+        return 0
+    if args.join:
+        out, *sources = args.join
+        write_json(out, accept_report.replaced(accept_report.read(out), accept_report.joined(read_all(sources))))
         return 0
     if args.write_measured:
         out, *sources = args.write_measured
-        found = accept_report.measured(row for path in sources for row in accept_report.read(path))
+        found = accept_report.measured(read_all(sources))
         write_json(out, found)
         return 0
     if args.data is None:

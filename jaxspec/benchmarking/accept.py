@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.benchmarking.turns import Turns
 from jaxspec.config import ConfigError, SpecConfig
 from jaxspec.generation import Session, bucket, read_answers, result_of, start
 from jaxspec.params import ModelParams
@@ -25,6 +26,8 @@ from jaxspec.results import GenerationResult
 from jaxspec.sampling import SamplingParams
 
 FIRST_SEED = 1000
+SAVE_SECONDS = 10.0
+"""Between two savings of the timings."""
 PLAIN = "none"
 
 
@@ -94,6 +97,7 @@ class Settings:
       timed: prompts of each set for speed; 0 measures no speed.
       repeats: timings of a prompt, of which the median counts.
       prompts: prompts of each set for accept lengths; 0 takes them from the timed answers.
+      share: (i, n): of those prompts every n-th from the i-th on, where n processes share the work.
       capacity: positions of a row in all batches; `fitted` sets it.
       chunk: prompt tokens of a prefill program.
       threads: programs that are compiled at once.
@@ -106,6 +110,7 @@ class Settings:
     timed: int = 8
     repeats: int = 1
     prompts: int = 80
+    share: tuple[int, int] = (0, 1)
     capacity: int = 0
     chunk: int = 256
     threads: int = 8
@@ -159,9 +164,17 @@ def warm(params: ModelParams, row: Row, requests: Sequence[Request], settings: S
     session.run(1)
 
 
-def requests_of(sets: Sequence[PromptSet], temperatures: Sequence[float], count: int) -> list[Request]:
-    """The first prompts of all sets at all temperatures."""
-    return [Request(s.name, i, t, ids) for s in sets for i, ids in enumerate(s.prompts[:count]) for t in temperatures]
+def requests_of(
+    sets: Sequence[PromptSet], temperatures: Sequence[float], count: int, share: tuple[int, int] = (0, 1)
+) -> list[Request]:
+    """The first prompts of all sets at all temperatures; of them every n-th from the i-th on for a share (i, n)."""
+    first, step = share
+    return [
+        Request(s.name, i, t, s.prompts[i])
+        for s in sets
+        for i in range(first, min(count, len(s.prompts)), step)
+        for t in temperatures
+    ]
 
 
 def batched(requests: Sequence[Request], size: int, temperatures: Sequence[float]) -> list[list[Request]]:
@@ -201,7 +214,9 @@ class Tally:
             "accept_by_depth": np.average(shares, axis=0, weights=weights).tolist() if depth else [],
         }
         if self.timed:
-            found |= speed(self.plain, self.timed)
+            timed = by_prompt(self.plain, self.timed)
+            same = sum(a[0].tokens == b[0].tokens for a, b in zip(self.plain, self.timed, strict=True))
+            found |= {**speed(timed), "repeats": len(self.timed[0]), "same_tokens": same, "by_prompt": timed}
         return found
 
 
@@ -210,51 +225,68 @@ def emitted(answers: Sequence[GenerationResult]) -> float:
     return sum(r.stats.accept_length * r.stats.rounds for r in answers)
 
 
-def speed(plain: Sequence[Sequence[GenerationResult]], spec: Sequence[Sequence[GenerationResult]]) -> dict[str, Any]:
-    """Tokens per second of both, by prompt the median of its repeats, and their ratio over all prompts and by prompt."""
+def by_prompt(plain: Sequence[Sequence[GenerationResult]], spec: Sequence[Sequence[GenerationResult]]) -> dict[str, list]:
+    """What was timed, prompt by prompt, plain and speculative: seconds (median of the repeats), tokens of rounds, rounds."""
 
-    def seconds(answers: Sequence[Sequence[GenerationResult]]) -> list[float]:
-        return [statistics.median(r.stats.decode_seconds for r in times) for times in answers]
+    def columns(answers: Sequence[Sequence[GenerationResult]], name: str) -> dict[str, list]:
+        return {
+            f"{name}seconds": [statistics.median(r.stats.decode_seconds for r in times) for times in answers],
+            f"{name}tokens": [emitted(times[:1]) for times in answers],
+            f"{name}rounds": [times[0].stats.rounds for times in answers],
+        }
 
-    def rate(answers: Sequence[Sequence[GenerationResult]]) -> float:
-        return emitted([times[0] for times in answers]) / sum(seconds(answers))
+    return {**columns(plain, "plain_"), **columns(spec, "")}
 
-    def per_token(answers: Sequence[Sequence[GenerationResult]]) -> np.ndarray:
-        return np.array(seconds(answers)) / np.array([max(emitted(times[:1]), 1.0) for times in answers])
 
-    def round_ms(answers: Sequence[Sequence[GenerationResult]]) -> float:
-        pairs = zip(seconds(answers), answers, strict=True)
-        return statistics.median(s / max(times[0].stats.rounds, 1) for s, times in pairs) * 1e3
-
+def speed(timed: dict[str, list]) -> dict[str, Any]:
+    """Tokens per second of both, and their ratio over all prompts and by prompt, from the columns of `by_prompt`."""
+    columns = {name: np.array(values, float) for name, values in timed.items()}
+    plain_seconds, plain_tokens, plain_rounds = (columns[f"plain_{name}"] for name in ("seconds", "tokens", "rounds"))
+    seconds, tokens, rounds = (columns[name] for name in ("seconds", "tokens", "rounds"))
+    plain_rate, rate = float(plain_tokens.sum() / plain_seconds.sum()), float(tokens.sum() / seconds.sum())
+    each = (plain_seconds / np.maximum(plain_tokens, 1)) / (seconds / np.maximum(tokens, 1))
     return {
-        "timed_prompts": len(spec),
-        "repeats": len(spec[0]),
-        "plain_tokens_per_second": rate(plain),
-        "tokens_per_second": rate(spec),
-        "speedup": rate(spec) / rate(plain),
-        "median_speedup": float(np.median(per_token(plain) / per_token(spec))),
-        "plain_round_ms": round_ms(plain),
-        "round_ms": round_ms(spec),
-        "timed_accept_length": emitted([t[0] for t in spec]) / max(sum(t[0].stats.rounds for t in spec), 1),
-        "same_tokens": sum(a[0].tokens == b[0].tokens for a, b in zip(plain, spec, strict=True)),
+        "timed_prompts": len(seconds),
+        "plain_tokens_per_second": plain_rate,
+        "tokens_per_second": rate,
+        "speedup": rate / plain_rate,
+        "median_speedup": float(np.median(each)),
+        "plain_round_ms": float(np.median(plain_seconds / np.maximum(plain_rounds, 1))) * 1e3,
+        "round_ms": float(np.median(seconds / np.maximum(rounds, 1))) * 1e3,
+        "timed_accept_length": float(tokens.sum() / max(rounds.sum(), 1)),
     }
+
+
+Figures = dict[tuple[Row, str, float], dict[str, Any]]
+"""What was found, by row, set and temperature."""
+
+
+def figures(tallies: dict[tuple[Row, str, float], Tally]) -> Figures:
+    """Those of all tallies that have an answer."""
+    return {key: tally.to_json() for key, tally in tallies.items() if tally.answers or tally.timed}
 
 
 @dataclasses.dataclass
 class Group:
-    """Rows that are compiled together, share the timings of plain decoding, and are measured one after another."""
+    """Rows that are compiled together, share the timings of plain decoding, and are measured one after another.
+
+    Attributes:
+      turns: where other processes measure on the same device: one compiles beside others, and times alone.
+    """
 
     params: ModelParams
     rows: Sequence[Row]
     sets: Sequence[PromptSet]
     settings: Settings
     log: Callable[[str], None] = print
+    turns: Turns = Turns()
 
     def __post_init__(self):
         s = self.settings
-        self.requests = requests_of(self.sets, s.temperatures, s.prompts)
+        self.requests = requests_of(self.sets, s.temperatures, s.prompts, s.share)
         self.batches = batched(self.requests, s.batch, s.temperatures) if self.requests else []
-        self.timed = requests_of(self.sets, s.timed_temperatures, s.timed)
+        timed = requests_of(self.sets, s.timed_temperatures, s.timed, s.share)
+        self.timed = sorted(timed, key=lambda r: r.index)  # stopped early, all sets have had as many prompts
 
     def compile(self) -> list[Row]:
         """Compiles all programs, several at once; rows that fail are named and left out."""
@@ -283,24 +315,39 @@ class Group:
         self.log(f"{len(jobs)} pairs of programs compiled in {took:.0f} s")
         return [row for row in self.rows if row not in failed]
 
-    def measure(self) -> dict[tuple[Row, str, float], dict[str, Any]]:
-        """Figures by (row, set, temperature)."""
-        rows = self.compile()
-        tallies = {(row, s.name, t): Tally() for row in rows for s in self.sets for t in self.settings.temperatures}
-        for row in rows:
-            begun, left = time.perf_counter(), len(self.requests)
-            for batch in self.batches:
-                for request, result in zip(batch[:left], answer(self.session(row, batch)), strict=False):
-                    tallies[row, request.set, request.temperature].answers.append(result)
-                left -= len(batch)
-            if self.batches:
-                self.log(f"{row.name}: accept lengths of {len(self.requests)} answers in {time.perf_counter() - begun:.0f} s")
-        begun = time.perf_counter()
-        for request in self.timed:
-            self.time(request, rows, tallies)
-        if self.timed:
-            self.log(f"{len(self.timed)} prompts timed with {len(rows)} rows in {time.perf_counter() - begun:.0f} s")
-        return {key: tally.to_json() for key, tally in tallies.items() if tally.answers or tally.timed}
+    def measure(self, save: Callable[[Figures], None] = lambda _: None, until: float | None = None) -> Figures:
+        """Figures by (row, set, temperature).
+
+        Args:
+          save: called with the figures so far behind the accept lengths and now and then between the timings.
+          until: no prompt is timed after this reading of `time.perf_counter`.
+        """
+        with self.turns.together():
+            rows = self.compile()
+            tallies = {(row, s.name, t): Tally() for row in rows for s in self.sets for t in self.settings.temperatures}
+            for row in rows:
+                begun, left = time.perf_counter(), len(self.requests)
+                for batch in self.batches:
+                    for request, result in zip(batch[:left], answer(self.session(row, batch)), strict=False):
+                        tallies[row, request.set, request.temperature].answers.append(result)
+                    left -= len(batch)
+                if self.batches:
+                    self.log(f"{row.name}: accept lengths of {len(self.requests)} answers, {time.perf_counter() - begun:.0f} s")
+                    save(figures(tallies))
+        begun = saved = time.perf_counter()
+        timed = self.timed if rows else []
+        for count, request in enumerate(timed):
+            if count and until is not None and time.perf_counter() > until:  # one is timed, however late it is
+                self.log(f"no time left: {count} of {len(timed)} prompts timed")
+                break
+            with self.turns.alone():
+                self.time(request, rows, tallies)
+            if time.perf_counter() - saved > SAVE_SECONDS:
+                save(figures(tallies))
+                saved = time.perf_counter()
+        if timed:
+            self.log(f"timed with {len(rows)} rows in {time.perf_counter() - begun:.0f} s")
+        return figures(tallies)
 
     def time(self, request: Request, rows: Sequence[Row], tallies: dict) -> None:
         """One prompt by all rows and by plain decoding, in turns."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.benchmarking.accept import speed
 from jaxspec.config import ConfigError
 from jaxspec.drafters.measured import TREE
 
@@ -54,6 +55,48 @@ def replaced(rows: Iterable[dict[str, Any]], fresh: Iterable[dict[str, Any]]) ->
     return list(found.values())
 
 
+def joined(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows that several processes measured on shares of the same prompts, as one row each.
+
+    Accept lengths are means over all rounds, speeds sums over all prompts; what single processes found stays beside them
+    (``shares``). A row whose prompts one process had is as it was, without its prompt-by-prompt timings.
+    """
+    found: dict[tuple, dict[tuple, dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(key(row), {})[tuple(row.get("share", (0, 1)))] = row
+    return [join_shares(list(parts.values())) for parts in found.values()]
+
+
+def join_shares(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row from the shares of its prompts. Raises ConfigError for shares of different numbers of processes."""
+    kept = {name: value for name, value in parts[0].items() if name not in ("share", "by_prompt")}
+    if len(parts) == 1:
+        return kept
+    numbers = {part["share"][1] if "share" in part else 1 for part in parts}
+    if len(numbers) > 1:
+        raise ConfigError(f"{parts[0]['row']} on {parts[0]['set']}: shares of {sorted(numbers)} processes cannot be joined")
+    rounds = [part["rounds"] for part in parts]
+    depth = max(len(part["accept_by_depth"]) for part in parts)
+    by_depth = [part["accept_by_depth"] + [0.0] * (depth - len(part["accept_by_depth"])) for part in parts]
+
+    def mean(values: Iterable[float], weights: Sequence[float]) -> float:
+        total = sum(weights)
+        return sum(v * w for v, w in zip(values, weights, strict=True)) / total if total else 1.0
+
+    kept |= {name: sum(part[name] for part in parts) for name in ("prompts", "completion_tokens", "rounds")}
+    kept |= {name: mean([part[name] for part in parts], rounds) for name in ("accept_length", "tokens_per_pass")}
+    prompts = [part["prompts"] for part in parts]
+    kept["accept_length_by_prompt_mean"] = mean([part["accept_length_by_prompt_mean"] for part in parts], prompts)
+    kept["accept_by_depth"] = [mean(column, rounds) for column in zip(*by_depth, strict=True)]
+    timed = [part for part in parts if "by_prompt" in part]
+    if timed:
+        columns = {name: sum((part["by_prompt"][name] for part in timed), []) for name in timed[0]["by_prompt"]}
+        kept |= speed(columns) | {"same_tokens": sum(part["same_tokens"] for part in timed), "repeats": timed[0]["repeats"]}
+    shown = ("timed_prompts", "speedup", "plain_round_ms", "round_ms") if timed else ("prompts", "accept_length")
+    kept["shares"] = [{name: part[name] for name in shown} for part in timed or parts]
+    return kept
+
+
 def cell(row: dict[str, Any] | None) -> str:
     """Accept length and, where it was timed, speed-up."""
     if row is None:
@@ -73,10 +116,16 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         heads = [f"{TITLES.get(s, s)}, {'greedy' if t == 0 else f'temperature {t:g}'}" for s, t in columns]
         lines = [f"| draft | {' | '.join(heads)} |", "|---" * (1 + len(columns)) + "|"]
         for name in dict.fromkeys(r["row"] for r in here):
-            cells = {(r["set"], r["temperature"]): r for r in here if r["row"] == name}
+            mine = sorted((r for r in here if r["row"] == name), key=num_timed)
+            cells = {(r["set"], r["temperature"]): r for r in mine}
             lines.append(f"| `{name}` | {' | '.join(cell(cells.get(c)) for c in columns)} |")
         parts.append("\n".join([f"{device[1]}, {device[2]}: {described(here)}", "", *lines]))
     return "\n\n".join(parts)
+
+
+def num_timed(row: dict[str, Any]) -> int:
+    """Prompts that its speed comes from: of two measurements of the same thing the larger one is shown."""
+    return row.get("timed_prompts", 0)
 
 
 def described(rows: Sequence[dict[str, Any]]) -> str:
@@ -111,6 +160,8 @@ def measured(rows: Iterable[dict[str, Any]], prompt_set: str = "mt_bench") -> di
     chosen = [r for r in rows if r["set"] == prompt_set and r["temperature"] == 0 and "speedup" in r and r["head_id"]]
     if not chosen:
         raise ConfigError(f"no head was timed greedily on {prompt_set}: run with --timed-prompts and temperature 0")
+    best = {(r["model"], r["row"], r["head_id"], r["platform"], r["dtype"]): r for r in sorted(chosen, key=num_timed)}
+    chosen = [r for r in chosen if r in best.values()]
     kept = ("model", "head", "head_id", "platform", "device", "dtype", *TREE, "accept_length", "speedup", "timed_prompts")
     return {
         "commands": sorted({r["command"] for r in chosen}),

@@ -122,6 +122,15 @@ def test_without_batches_the_timed_answers_count():
     assert found[SAME, "b", 0.0]["prompts"] == 1
 
 
+def test_stopped_early_all_sets_have_been_timed_alike():
+    params, saved = with_drafts(same=tiny.target()), []
+    settings = dataclasses.replace(SETTINGS, prompts=0, timed=2, repeats=1, temperatures=(0.0,))
+    group = accept.Group(params, [SAME], SETS, settings, lambda _: None)
+    assert [(r.set, r.index) for r in group.timed] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    found = group.measure(saved.append, until=0.0)
+    assert set(found) == {(SAME, "a", 0.0)} and found[SAME, "a", 0.0]["timed_prompts"] == 1
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A tiny target with a tokenizer, two heads in a folder like ``checkpoints/``, and prompt files."""
@@ -169,6 +178,41 @@ def test_the_command(folder, capsys):
     assert (entry["model"], entry["head"], entry["topk"]) == ("tiny", "standalone", 1)
     draft = shipped.drafts_for("tiny", with_drafts(), "float32", folder / "heads")["standalone"]
     assert draft.measured[0].speedup == small["speedup"]
+
+
+def test_shares_of_the_prompts_joined_are_the_whole(folder):
+    run, whole = script().main, folder / "whole.json"
+    arguments = [
+        "--data", str(folder), "--sets", "mt_bench", "gsm8k", "--target", "tiny", "--checkpoints", str(folder / "heads"),
+        "--rows", "standalone 2/1/3", "--prompts", "4", "--timed-prompts", "3", "--new-tokens", "6", "--batch", "4",
+    ]  # fmt: skip
+    assert run([*arguments, "--json", str(whole)]) == 0
+    files = [folder / f"share{i}.json" for i in range(2)]
+    for i, file in enumerate(files):
+        own = ["--share", str(i), "2", "--turns", str(folder / "lock"), "--budget", "100"]
+        assert run([*arguments, *own, "--json", str(file)]) == 0
+    out = folder / "joined.json"
+    assert run(["--join", str(out), *map(str, files)]) == 0
+    rows, expected = accept_report.read(out), accept_report.read(whole)
+    assert len(rows) == len(expected) == 4
+    for row, one in zip(rows, expected, strict=True):
+        assert accept_report.key(row) == accept_report.key(one)
+        assert set(row) - {"shares"} == set(one) and "--share I 2" in row["command"]
+        for name in ("prompts", "timed_prompts", "rounds", "completion_tokens", "same_tokens", "repeats"):
+            assert row[name] == one[name], name
+        for name in (
+            "accept_length", "tokens_per_pass", "accept_length_by_prompt_mean", "timed_accept_length", "accept_by_depth",
+        ):  # fmt: skip
+            assert row[name] == pytest.approx(one[name]), name
+        parts = row["shares"]
+        assert [p["timed_prompts"] for p in parts] == [2, 1]
+        assert min(p["speedup"] for p in parts) <= row["speedup"] <= max(p["speedup"] for p in parts)
+    assert run(["--join", str(out), *map(str, files)]) == 0 and accept_report.read(out) == rows, "added once"
+    with pytest.raises(ConfigError, match="the first number must be 0 to 1"):
+        run([*arguments, "--share", "2", "2"])
+    (first, *_), (second, *_) = map(accept_report.read, files)
+    with pytest.raises(ConfigError, match=r"shares of \[2, 3\] processes cannot be joined"):
+        accept_report.joined([first, {**second, "share": [1, 3]}])
 
 
 def test_overlap_with_training_rows(folder, monkeypatch, capsys):
