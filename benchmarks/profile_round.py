@@ -6,7 +6,9 @@
 Watched twice. With the flag CUDA graphs stay on under the profiler, as in real runs; the kernels in them are then known by
 their own names only, or not at all. Without graphs every kernel is seen, launched by the host one by one, so that gaps are
 longer than they really are. Prints the busy share and the longest gaps of both, and what lies before and behind them.
-Any row of the peer suite will do: `--row "uno 8/1/8"`, `--row "eagle3 5/8/64" --batch 8`. Needs matplotlib.
+Any row of the peer suite will do: `--row "uno 8/1/8"`, `--row "eagle3 5/8/64" --batch 8`. `--kernels` adds a table of every
+kernel and the kernels of some layers in their order, each with the time since the end of the one before it (negative: they
+overlap). The picture needs matplotlib and is left out without `--png`.
 """
 
 from __future__ import annotations
@@ -17,9 +19,6 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from jaxspec import loading
 from jaxspec.benchmarking import profile, rounds, suites
@@ -34,6 +33,8 @@ GROUPS = (
 LONG_GAP = 20e-6
 """Seconds of idleness from which the picture shows a gap and says what lies before and behind it."""
 NAMED = 24  # gaps that get a label, the longest ones
+IN_ORDER = 60
+"""Kernels that `--kernels` lists one by one: a third of the way into a round, so that layers of a draft pass are among them."""
 
 
 def main() -> None:
@@ -43,7 +44,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=4, help="rounds in the picture")
-    parser.add_argument("--png", type=Path, required=True)
+    parser.add_argument("--png", type=Path)
+    parser.add_argument("--kernels", action="store_true", help="print a table of kernels for each way of watching")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
@@ -66,10 +68,21 @@ def main() -> None:
         }
         for graphs, ops in found.items()
     ]  # fmt: skip
-    print(json.dumps(reports, indent=1))
+    if args.kernels:
+        for (graphs, ops), report in zip(found.items(), reports, strict=True):
+            report["kernels"], report["in_order"] = by_kernel(ops, args.rounds), in_order(ops, args.rounds)
+            print(f"{args.row}, CUDA graphs {'on' if graphs else 'off'}: kernel, times a round, us each, us a round")
+            for name, times, each in report["kernels"]:
+                print(f"{name:50s} {times:7.1f} {each:8.2f} {times * each:9.1f}")
+            print("in order: kernel, us since the end of the one before, us")
+            for name, gap, took in report["in_order"]:
+                print(f"{name:50s} {gap:8.2f} {took:8.2f}")
+    short_reports = [{k: v for k, v in report.items() if k not in ("kernels", "in_order")} for report in reports]
+    print(json.dumps(short_reports, indent=1))
     if args.json is not None:
         suites.write_json(args.json, reports)
-    draw(args.png, list(found.values()), reports)
+    if args.png is not None:
+        draw(args.png, list(found.values()), reports)
 
 
 def watch(runner: rounds.Runner, count: int, graphs: bool) -> list[profile.Operation]:
@@ -104,6 +117,23 @@ def summary(found: list[profile.Operation], count: int) -> dict:
     }
 
 
+def by_kernel(found: list[profile.Operation], count: int) -> list[tuple[str, float, float]]:
+    """(name, times a round, microseconds each) of every kernel, the costliest first."""
+    times, seconds = Counter(), Counter()
+    for op in found:
+        name = short(op.instruction)  # layers share their kernels; a number in a name tells different ones apart
+        times[name] += 1
+        seconds[name] += op.seconds
+    return [(name, times[name] / count, total / times[name] * 1e6) for name, total in seconds.most_common()]
+
+
+def in_order(found: list[profile.Operation], count: int) -> list[tuple[str, float, float]]:
+    """(name, microseconds since the end of the kernel before, its own) of `IN_ORDER` kernels of the first round."""
+    first = len(found) // count // 3
+    pairs = zip(found[first - 1 :], found[first : first + IN_ORDER], strict=False)
+    return [(short(b.instruction), (b.start - a.start - a.seconds) * 1e6, b.seconds * 1e6) for a, b in pairs]
+
+
 def short(name: str) -> str:
     """The end of an instruction's or a kernel's name, without the arguments of a C++ function."""
     return name.partition("(")[0][-32:]
@@ -111,6 +141,9 @@ def short(name: str) -> str:
 
 def draw(path: Path, found: list[list[profile.Operation]], reports: list[dict]) -> None:
     """One panel for each way of watching."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(15, 4.4 * len(found)), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, ops, report in zip(figure.subplots(len(found), squeeze=False)[:, 0], found, reports, strict=True):
