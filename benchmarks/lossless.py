@@ -11,10 +11,10 @@ of different lengths, or those of a file. In float32 every answer must be equal;
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -25,19 +25,26 @@ from jaxspec.benchmarking import shapes
 from jaxspec.benchmarking.decode import read_prompts
 from jaxspec.params import ModelParams
 from jaxspec.prompts import encode_prompts
+from jaxspec.results import GenerationResult
 
 RUNS = {
     "ngram 12": ({"algorithm": "ngram"}, None),
     "eagle3 3/1/4": ({"num_steps": 3, "topk": 1, "num_draft_tokens": 4}, "eagle3"),
     "eagle3 5/4/8": ({"num_steps": 5, "topk": 4, "num_draft_tokens": 8}, "eagle3"),
     "eagle 5/4/8": ({"num_steps": 5, "topk": 4, "num_draft_tokens": 8}, "eagle"),
-    "standalone 3/1/4": ({"num_steps": 3, "topk": 1, "num_draft_tokens": 4}, "llama-1b"),
+    "mtp 3/1/4": ({"num_steps": 3, "topk": 1, "num_draft_tokens": 4}, "mtp"),
+    "standalone 3/1/4": ({"num_steps": 3, "topk": 1, "num_draft_tokens": 4}, "model"),
     "dflash 16": ({}, "dflash"),
     "dflash tree 16": ({"topk": 4, "num_draft_tokens": 16}, "dflash"),
+    "dspark 7": ({}, "dspark"),
+    "dspark tree 16": ({"topk": 4, "num_draft_tokens": 16}, "dspark"),
     "uno 8/1/8": ({"num_steps": 1, "topk": 1, "num_draft_tokens": 8}, "uno"),
     "self 3/4/16": ({"num_steps": 3, "topk": 4, "num_draft_tokens": 16}, "self"),
 }
-"""Name → (options of `generate`, the draft: a random one of this shape, the target itself, or none)."""
+"""Name → (options of `generate`, the draft: a random one of this shape, a small random model ("model"), the target itself, or
+none)."""
+SMALL_MODELS = ("llama-1b", "smollm2-135m", "tiny")
+"""A random draft model is the first of these that speaks the target's vocabulary."""
 SHIPPED = {
     "eagle3 shipped 3/1/4": {"algorithm": "eagle3", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
     "eagle3 shipped 5/4/8": {"algorithm": "eagle3", "num_steps": 5, "topk": 4, "num_draft_tokens": 8},
@@ -53,21 +60,33 @@ SHIPPED = {
 """Name → options of `generate` for a head that ships with the target."""
 
 
-def runs(target: ModelParams, dtype: str, names: list[str] | None) -> Iterator[tuple[str, dict]]:
-    """(name, options with the draft) of every run, made one by one: two random drafts need not fit side by side."""
-    shipped = {name: options for name, options in SHIPPED.items() if options["algorithm"] in target.drafts}
-    for name in names or [*RUNS, *shipped]:
-        if name in SHIPPED:
-            if name not in shipped:
-                raise SystemExit(f"{name!r}: no such head ships with this target (it has {', '.join(target.drafts) or 'none'})")
-            yield name, shipped[name]
-            continue
-        options, draft = RUNS[name]
-        if draft == "llama-1b" and shapes.MODELS[draft].vocab_size != target.config.vocab_size:
-            continue  # a draft model speaks its target's vocabulary
-        if draft is not None:
-            options = {**options, "draft": target if draft == "self" else shapes.random_draft(draft, target.config, dtype)}
-        yield name, options
+def run_names(target: ModelParams, asked: list[str] | None) -> list[str]:
+    """The runs asked for, or all that the target has. SystemExit for a shipped head that it does not have."""
+    there = [name for name, options in SHIPPED.items() if options["algorithm"] in target.drafts]
+    for name in asked or ():
+        if name in SHIPPED and name not in there:
+            raise SystemExit(f"{name!r}: no such head ships with this target (it has {', '.join(target.drafts) or 'none'})")
+    return asked or [*RUNS, *there]
+
+
+def options_of(name: str, target: ModelParams, dtype: str) -> dict:
+    """A run's options of `generate`, with its draft."""
+    if name in SHIPPED:
+        return SHIPPED[name]
+    options, draft = RUNS[name]
+    if draft is None:
+        return options
+    if draft == "self":
+        return {**options, "draft": target}
+    if draft == "model":
+        draft = next(small for small in SMALL_MODELS if shapes.MODELS[small].vocab_size == target.config.vocab_size)
+    return {**options, "draft": shapes.random_draft(draft, target.config, dtype)}
+
+
+def differences(results: list[GenerationResult], plain: list[GenerationResult]) -> list[int | None]:
+    """The first token of each answer that differs, None where all are equal."""
+    pairs = [zip(r.tokens, p.tokens, strict=True) for r, p in zip(results, plain, strict=True)]
+    return [next((i for i, (a, b) in enumerate(pair) if a != b), None) for pair in pairs]
 
 
 def main() -> int:
@@ -80,8 +99,11 @@ def main() -> int:
         "--prompts", type=Path, help="JSONL file; the first turns of its first --batch lines (default: random ids)"
     )
     parser.add_argument("--runs", nargs="+", choices=[*RUNS, *SHIPPED], help="default: all that the target has")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--threads", type=int, default=4, help="runs that compile at once (default: 4)")
+    parser.add_argument("--json", type=Path, help="written after every run")
     args = parser.parse_args()
+    words = zip(sys.argv, sys.argv[1:], strict=False)
+    args.shown = ["benchmarks/lossless.py", *("DATA/mt_bench.jsonl" if b == "--prompts" else w for b, w in words)]
     built_in = args.target in shapes.MODELS and args.prompts is None
     target = shapes.random_model(args.target, args.dtype) if built_in else jaxspec.load(args.target, dtype=args.dtype)
     options = {"max_new_tokens": args.tokens, "ignore_eos": True}
@@ -90,30 +112,46 @@ def main() -> int:
     else:
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, target.config.vocab_size, n).tolist() for n in rng.integers(5, 200, args.batch)]
-    plain = jaxspec.generate(target, prompts, algorithm="none", **options)
+    names, start = run_names(target, args.runs), time.perf_counter()
     rows, failed = [], 0
-    for name, choice in runs(target, args.dtype, args.runs):
-        start = time.perf_counter()
-        results = jaxspec.generate(target, prompts, **choice, **options)
-        pairs = [(r.tokens, p.tokens) for r, p in zip(results, plain, strict=True)]
-        first = [next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), None) for pair in pairs]
-        changed = [f for f in first if f is not None]
-        before = sum(args.tokens if f is None else f for f in first)
-        failed += bool(changed)
-        accept = [round(r.stats.accept_length, 3) for r in results]
-        rows.append({
-            "name": name, "equal": not changed, "first_difference": first, "tokens": args.tokens * len(prompts),
-            "changed_answers": len(changed), "tokens_before_change": before, "accept_length": accept,
-        })  # fmt: skip
-        found = f"{len(changed)} of {len(prompts)} answers change, after {before} equal tokens" if changed else "equal"
-        print(f"{name:22} {found:56} accept length {np.mean(accept):.2f}  ({time.perf_counter() - start:.0f} s)", flush=True)
-    if args.json:
-        report = {
-            "target": args.target, "dtype": args.dtype, "tokens": args.tokens, "batch": args.batch, "rows": rows,
-            "device": jax.devices()[0].device_kind, "jax": jax.__version__,
-            "command": " ".join(["python", *sys.argv]),
-        }  # fmt: skip
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+    def generated(name: str | None) -> tuple[list[GenerationResult], float]:
+        begun = time.perf_counter()
+        choice = {"algorithm": "none"} if name is None else options_of(name, target, args.dtype)
+        return jaxspec.generate(target, prompts, **choice, **options), time.perf_counter() - begun
+
+    # Compiling takes nearly all the time: several runs at once, each with a draft that is dropped at its end.
+    with concurrent.futures.ThreadPoolExecutor(args.threads) as pool:
+        reference = pool.submit(generated, None)
+        running = {pool.submit(generated, name): name for name in names}
+        for done in concurrent.futures.as_completed(running):
+            name = running.pop(done)  # with its answers
+            plain, _ = reference.result()
+            if (error := done.exception()) is not None:  # the others go on
+                print(f"{name:22} {type(error).__name__}: {str(error)[:400]}", flush=True)
+                failed += 1
+                continue
+            results, seconds = done.result()
+            first = differences(results, plain)
+            changed = [f for f in first if f is not None]
+            before = sum(args.tokens if f is None else f for f in first)
+            failed += bool(changed)
+            accept = [round(r.stats.accept_length, 3) for r in results]
+            rows.append({
+                "name": name, "equal": not changed, "first_difference": first, "tokens": args.tokens * len(prompts),
+                "changed_answers": len(changed), "tokens_before_change": before, "accept_length": accept,
+            })  # fmt: skip
+            found = f"{len(changed)} of {len(prompts)} answers change, after {before} equal tokens" if changed else "equal"
+            print(f"{name:22} {found:56} accept length {np.mean(accept):.2f}  ({seconds:.0f} s)", flush=True)
+            report = {
+                "target": args.target, "dtype": args.dtype, "tokens": args.tokens, "batch": args.batch,
+                "rows": sorted(rows, key=lambda row: names.index(row["name"])), "missing": sorted(running.values()),
+                "device": jax.devices()[0].device_kind, "jax": jax.__version__,
+                "command": " ".join(["python", *args.shown]),
+            }  # fmt: skip
+            if args.json:
+                args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{len(rows)} of {len(names)} runs in {time.perf_counter() - start:.0f} s, {failed} with other answers or none")
     return int(failed > 0 and args.dtype == "float32")
 
 

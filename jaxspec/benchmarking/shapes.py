@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -11,11 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import ConfigError, ModelConfig, RopeConfig
-from jaxspec.drafters import dflash_model, eagle_model, uno_model
+from jaxspec.drafters import dflash_model, eagle_model, mtp_model, uno_model
 from jaxspec.drafters.dflash_config import DFlashConfig
 from jaxspec.drafters.dflash_config import default_taps as dflash_taps
 from jaxspec.drafters.eagle_config import EagleConfig
 from jaxspec.drafters.eagle_config import default_taps as eagle_taps
+from jaxspec.drafters.mtp_config import MtpConfig, mtp_config
 from jaxspec.drafters.uno_config import UnoConfig
 from jaxspec.models import decoder
 from jaxspec.models.decoder import FINAL_NORM
@@ -72,6 +74,18 @@ def dflash(target: ModelConfig, num_layers: int = 5, block_size: int = 16) -> DF
     )  # fmt: skip
 
 
+def dspark(target: ModelConfig) -> DFlashConfig:
+    """Two layers over blocks of 7 with a vanilla Markov head of rank 256 and a confidence head that reads it."""
+    rank = min(256, target.hidden_size)
+    block = dflash(target, 2, 7)
+    return dataclasses.replace(block, anchor_predicts=True, markov="vanilla", markov_rank=rank, confidence="markov")
+
+
+def mtp(target: ModelConfig) -> MtpConfig:
+    """One layer of the target's kind, as DeepSeek-V3 has."""
+    return mtp_config(target, "deepseek", 1)
+
+
 def uno(target: ModelConfig) -> UnoConfig:
     """Rank 128 on every linear layer, as the published adapters."""
     return UnoConfig(target, rank=min(128, target.hidden_size // 4), alpha=2048.0)
@@ -89,6 +103,8 @@ DRAFTS: dict[str, tuple[Callable[[ModelConfig], Any], Callable[[Any], dict]]] = 
     "eagle3": (eagle3, eagle_model.param_shapes),
     "eagle": (eagle2, eagle_model.param_shapes),
     "dflash": (dflash, dflash_model.param_shapes),
+    "dspark": (dspark, dflash_model.param_shapes),
+    "mtp": (mtp, mtp_model.param_shapes),
     "uno": (uno, uno_model.param_shapes),
 }
 """Drafts of a target by name: (configuration for a target, shapes of the parameters)."""
