@@ -111,16 +111,27 @@ def _tiled(size: int, dtype):
     return plgpu.TilingTransform((8, span * 8 // bits)), plgpu.SwizzleTransform(span)
 
 
-def _fetch(x_hbm, w_hbm, x_smem, w_smem, full, empty, *, start, stop, tile_steps, peer, tiling, stages, tokens, behind):
-    """The producer: a ring of `stages` blocks of w and x, each refilled when all who read it are done; `behind` the last."""
+def _fetch(x_hbm, w_hbms, x_smem, w_smem, full, empty, *, start, stop, tile_steps, peer, tiling, stages, tokens, behind):
+    """The producer: a ring of `stages` blocks of w and x, each refilled when all who read it are done; `behind` the last.
+
+    Column tiles behind those of the first of `w_hbms` are those of the second.
+    """
     every_row = pl.ds(start * 0, tokens)  # not a constant, which may not exceed the rows of x
 
     def fetch(unit, slot):
         tile, step = lax.div(unit, jnp.int32(tile_steps)), lax.rem(unit, jnp.int32(tile_steps))
         inner = pl.ds(step * tiling.depth, tiling.depth)
-        columns = pl.ds((tile * tiling.cluster + peer) * tiling.columns, tiling.columns)
         shared = {"collective_axes": "peer"} if tiling.cluster > 1 else {}
-        plgpu.copy_gmem_to_smem(w_hbm.at[inner, columns], w_smem.at[slot], full.at[slot])
+        first = 0
+        for w_hbm in w_hbms:
+            tiles = w_hbm.shape[1] // (tiling.columns * tiling.cluster)
+            columns = pl.ds(((tile - first) * tiling.cluster + peer) * tiling.columns, tiling.columns)
+            copy = functools.partial(plgpu.copy_gmem_to_smem, w_hbm.at[inner, columns], w_smem.at[slot], full.at[slot])
+            if len(w_hbms) == 1:
+                copy()
+            else:
+                pl.when((tile >= first) & (tile < first + tiles))(copy)
+            first += tiles
         plgpu.copy_gmem_to_smem(x_hbm.at[every_row, inner], x_smem.at[slot], full.at[slot], **shared)
 
     def refill(unit, _):
@@ -207,10 +218,11 @@ def partial_products(
     tiling: Tiling,
     *,
     dtype=jnp.float32,
+    beside: Float[Array, "K M"] | None = None,
     following: Float[Array, "K2 N2"] | None = None,
     ahead: Ahead | None = None,
     interpret=None,
-) -> Float[Array, "parts R N"]:
+) -> Float[Array, "parts R N_plus_M"]:
     """x @ w in partial sums; where `tiling.parts` has fewer for a tile than for others, what lies behind is not written.
 
     Args:
@@ -218,12 +230,14 @@ def partial_products(
       w: weights.
       tiling: one that `fits`.
       dtype: of the sums, which are added up in float32.
+      beside: more weights, whose columns go on behind those of w.
       following: weights that are multiplied next, of which `ahead` is fetched into the L2 cache.
       interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
-    (rows, inputs), outputs = x.shape, w.shape[1]
+    (rows, inputs), weights = x.shape, (w,) if beside is None else (w, beside)
+    outputs = sum(each.shape[1] for each in weights)
     tokens = tokens_of(rows)
-    if not tiling.fits(rows, inputs, outputs):
+    if not all(tiling.fits(rows, inputs, each.shape[1]) for each in weights):
         raise ValueError(f"{tiling} does not fit a product of {rows} rows, {inputs} inputs and {outputs} outputs")
     if rows > 8 and rows % 8:  # TMA splits the rows in eights, and 8 or fewer are one piece
         x = jnp.pad(x, ((0, -rows % 8), (0, 0)))
@@ -235,7 +249,8 @@ def partial_products(
     programs = pl.cdiv(total, tiling.steps) * tiling.cluster
     ahead = ahead if following is not None else None
 
-    def product_kernel(x_hbm, w_hbm, *refs):
+    def product_kernel(x_hbm, *refs):
+        w_hbms, refs = refs[: len(weights)], refs[len(weights) :]
         *next_hbm, p_hbm, x_smem, w_smem, out_smem, full, empty = refs
         run, wg = lax.axis_index("run"), lax.axis_index("wg")
         peer = lax.axis_index("peer") if tiling.cluster > 1 else 0
@@ -251,7 +266,7 @@ def partial_products(
 
         @pl.when(wg == tiling.consumers)
         def _():
-            _fetch(x_hbm, w_hbm, x_smem, w_smem, full, empty, behind=behind, **place)
+            _fetch(x_hbm, w_hbms, x_smem, w_smem, full, empty, behind=behind, **place)
 
         @pl.when(wg < tiling.consumers)
         def _():
@@ -276,7 +291,7 @@ def partial_products(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
         **clusters,
-    )(x, w, *(() if ahead is None else (following,)))
+    )(x, *weights, *(() if ahead is None else (following,)))
     return result[:, :rows]
 
 
