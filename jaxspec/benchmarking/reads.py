@@ -90,7 +90,7 @@ class _Tracer:
                 # A Mosaic product may have a third operand, of which it reads ahead what another one multiplies.
                 count = 2 if name == "custom_vmap_call" else len(given)
                 for var, kind in zip(eqn.invars[:count], given[:count], strict=True):
-                    if kind and kind[0] == "weight":
+                    if kind and kind[0] == "weight" and var.aval.ndim > 1:  # not a norm's scale
                         stored = kind[1] or var.aval.dtype.itemsize
                         self.bytes[part_of(scope, True)] += var.aval.size * stored
             if name == "dot_general":

@@ -8,7 +8,6 @@ takes `attend` as an argument: paged for decoding, dense causal for `jaxspec.for
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,10 +18,12 @@ from jaxtyping import Array, Float, Int
 from jaxspec.config import ModelConfig
 from jaxspec.models.deepseek import latent_attention, latent_attention_shapes
 from jaxspec.models.layers import (
+    add_and_norm,
+    add_up,
     apply_rope,
     dense,
     dense_in_parts,
-    gated_mlp,
+    gated_mlp_in_parts,
     rms_norm,
     rope_angles,
     split_gate,
@@ -143,10 +144,18 @@ def unembed(params: dict, config: ModelConfig, hidden: Float[Array, "*R E"]) -> 
 
 
 def attention_block(
+    x: Float[Array, "B T E"], params: dict, config: ModelConfig, window: int | None, angles, attend: Attend, cache
+) -> tuple[Float[Array, "B T E"], Any]:
+    """`attention_in_parts`, added up."""
+    parts, cache = attention_in_parts(x, params, config, window, angles, attend, cache)
+    return add_up(parts, x.dtype), cache
+
+
+def attention_in_parts(
     x: Float[Array, "B T E"], params: dict, config: ModelConfig, window: int | None, angles, attend: Attend, cache,
     following: dict | None = None,
-) -> tuple[Float[Array, "B T E"], Any]:  # fmt: skip
-    """Projections, q/k norms, rotary embedding, attention, a sigmoid gate (Qwen3-Next), output projection.
+) -> tuple[Float[Array, "parts B T E"], Any]:  # fmt: skip
+    """Projections, q/k norms, rotary embedding, attention, a sigmoid gate (Qwen3-Next), output projection in parts.
 
     `following` is the layer that multiplies next (`layers.dense`).
     """
@@ -156,7 +165,7 @@ def attention_block(
     if hasattr(attend, "fused") and not config.qk_norm and not config.attention_gate:
         done = attend.fused(cache, split_heads(parts, config), x.dtype, angles, **options)
     if done is None:
-        projected = parts[0] if len(parts) == 1 else parts.sum(0).astype(x.dtype)
+        projected = add_up(parts, x.dtype)
         if config.attention_gate:
             projected, gate = split_gate(projected, config)
         q, k, v = split_qkv(projected, config)
@@ -168,36 +177,59 @@ def attention_block(
     out = out.reshape(*x.shape[:2], -1)
     if config.attention_gate:
         out = out * jax.nn.sigmoid(gate)
-    return dense(out, params["out"], following), cache
+    return dense_in_parts(out, params["out"], following), cache
 
 
 def decoder_layer(
-    x: Float[Array, "B T E"], params: dict, config: ModelConfig, layer: int, angles, attend: Attend, cache,
-    rows: Int[Array, "B R"] | None = None, following: dict | None = None,
-) -> tuple[Float[Array, "B T E"], Any]:  # fmt: skip
-    """One pre-norm layer; with `sandwich_norms` the outputs of attention and MLP are normed before they are added.
+    x: Float[Array, "B T E"], params: dict, config: ModelConfig, layer: int, angles, attend: Attend, cache
+) -> tuple[Float[Array, "B T E"], Any]:
+    """One pre-norm layer; with `sandwich_norms` the outputs of attention and MLP are normed before they are added."""
+    normed = rms_norm(x, params["input_norm"], config.norm_eps, config.norm_plus_one)
+    x, parts, cache = layer_in_parts(x, normed, params, config, layer, angles, attend, cache)
+    return x + add_up(parts, x.dtype), cache
 
-    With `rows` only those go through the MLP and come out. `following` is the layer that multiplies next (`layers.dense`).
+
+def layer_in_parts(
+    x: Float[Array, "B T E"], normed: Float[Array, "B T E"], params: dict, config: ModelConfig, layer: int, angles,
+    attend: Attend, cache, rows: Int[Array, "B R"] | None = None, following: dict | None = None,
+) -> tuple[Float[Array, "B T E"], Float[Array, "parts B T E"], Any]:  # fmt: skip
+    """A layer before its last sum, so that a kernel can make it together with the norm behind it.
+
+    Args:
+      x: the residual stream.
+      normed: its `input_norm`.
+      params, config, layer, angles, attend, cache: see `decoder_layer`.
+      rows: those that go through the MLP and come out; None: all.
+      following: the layer that multiplies next (`layers.dense`).
+
+    Returns:
+      The residual stream with the attention's output in it, what the MLP adds in parts, the cache.
     """
 
-    def norm(y, name):
-        return rms_norm(y, params[name], config.norm_eps, config.norm_plus_one)
+    def alone(parts, name):
+        return rms_norm(add_up(parts, x.dtype), params[name], config.norm_eps, config.norm_plus_one)[None]
 
-    attention = latent_attention
-    if config.mla is None:
-        attention = functools.partial(attention_block, following=params["mlp"]["gate_up"] if "mlp" in params else None)
     with jax.named_scope("attention"):
-        y, cache = attention(norm(x, "input_norm"), params["attention"], config, config.windows[layer], angles, attend, cache)
-        if rows is not None:
-            x, y = (jnp.take_along_axis(a, rows[..., None], 1) for a in (x, y))
-        x = x + (norm(y, "post_attention_norm") if config.sandwich_norms else y)
-    with jax.named_scope("mlp"):
-        y = norm(x, "mlp_norm")
-        if "moe" in params:
-            y = mixture_of_experts(y, params["moe"], config)
+        inputs = (normed, params["attention"], config, config.windows[layer], angles, attend, cache)
+        if config.mla is None:
+            parts, cache = attention_in_parts(*inputs, following=params["mlp"]["gate_up"] if "mlp" in params else None)
         else:
-            y = gated_mlp(y, params["mlp"], config.activation, following)
-        return x + (norm(y, "post_mlp_norm") if config.sandwich_norms else y), cache
+            y, cache = latent_attention(*inputs)
+            parts = y[None]
+        if rows is not None:
+            x = jnp.take_along_axis(x, rows[..., None], 1)
+            parts = jnp.take_along_axis(parts, rows[None, ..., None], 2)
+        if config.sandwich_norms:
+            parts = alone(parts, "post_attention_norm")
+    with jax.named_scope("mlp"):
+        x, normed = add_and_norm(x, parts, params["mlp_norm"], config.norm_eps, config.norm_plus_one)
+        if "moe" in params:
+            parts = mixture_of_experts(normed, params["moe"], config)[None]
+        else:
+            parts = gated_mlp_in_parts(normed, params["mlp"], config.activation, following)
+        if config.sandwich_norms:
+            parts = alone(parts, "post_mlp_norm")
+    return x, parts, cache
 
 
 def layer_angles(config: ModelConfig, positions: Int[Array, "B T"]) -> list:
@@ -233,12 +265,16 @@ def decode(
     """
     angles = layer_angles(config, positions)
     stream, updated = [x], []
-    for i in range(config.num_layers):
-        kept = rows if i == config.num_layers - 1 else None
-        behind = params["layers"].get(str(i + 1), {}).get("attention", {}).get("qkv") if i + 1 < config.num_layers else None
-        x, cache = decoder_layer(x, params["layers"][str(i)], config, i, angles[i], attend, layers[i], kept, behind)
+    every = [params["layers"][str(i)] for i in range(config.num_layers)]
+    hidden = rms_norm(x, every[0]["input_norm"], config.norm_eps, config.norm_plus_one)
+    for i, layer in enumerate(every):
+        last = i == config.num_layers - 1
+        following = None if last else every[i + 1]["attention"].get("qkv")
+        kept = rows if last else None
+        x, parts, cache = layer_in_parts(x, hidden, layer, config, i, angles[i], attend, layers[i], kept, following)
+        norm = params["final_norm"] if last else every[i + 1]["input_norm"]
+        x, hidden = add_and_norm(x, parts, norm, config.norm_eps, config.norm_plus_one)
         stream.append(x)
         updated.append(cache)
-    hidden = rms_norm(x, params["final_norm"], config.norm_eps, config.norm_plus_one)
     tapped = [hidden if t == FINAL_NORM else stream[t] for t in taps]
     return Output(hidden, jnp.concatenate(tapped, -1) if tapped else None, tuple(updated))

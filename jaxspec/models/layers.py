@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ModelConfig, RopeConfig
-from pallas_kernels import device, lora_shrink
+from pallas_kernels import add_norm, device, lora_shrink
 from pallas_kernels import gated_lora as kernels
 from pallas_kernels.product import product, product_in_parts
 from pallas_kernels.tilings import product_parts
@@ -101,6 +102,35 @@ def rms_norm(x: Float[Array, "*R E"], layer: dict, eps: float, plus_one: bool = 
     return (y * (1 + scale if plus_one else scale)).astype(x.dtype)
 
 
+def add_up(parts: Float[Array, "parts *R O"], dtype) -> Float[Array, "*R O"]:
+    """A product from its parts (`dense_in_parts`), rounded once."""
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0).astype(dtype)
+
+
+def add_and_norm(
+    x: Float[Array, "*R E"], parts: Float[Array, "parts *R E"], layer: dict, eps: float, plus_one: bool = False
+) -> tuple[Float[Array, "*R E"], Float[Array, "*R E"]]:
+    """The residual stream with a sublayer's output added, which comes in parts, and its `rms_norm`."""
+    if add_norm.available() and add_norm.serves(x, parts):
+        return _add_norm(x, parts, layer["scale"], eps, plus_one)
+    x = x + add_up(parts, x.dtype)
+    return x, rms_norm(x, layer, eps, plus_one)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _add_norm(x, parts, scale, eps, plus_one):
+    return add_norm.add_norm(x, parts, scale, eps=eps, plus_one=plus_one)
+
+
+@_add_norm.defjvp
+def _add_norm_differentiated(eps, plus_one, primals, tangents):
+    def plain(x, parts, scale):
+        x = x + add_up(parts, x.dtype)
+        return x, rms_norm(x, {"scale": scale}, eps, plus_one)
+
+    return jax.jvp(plain, primals, tangents)
+
+
 def activation(name: str, x: Array) -> Array:
     """A gate's non-linearity under its Hugging Face name."""
     if name == "silu":
@@ -112,10 +142,22 @@ def activation(name: str, x: Array) -> Array:
     raise ValueError(f"unknown activation {name!r}; known: silu, gelu, gelu_pytorch_tanh, gelu_new")
 
 
-def gated_mlp(x: Float[Array, "*R E"], mlp: dict, name: str, following: dict | None = None) -> Float[Array, "*R E"]:
-    """down(act(gate(x)) * up(x)); gate and up are one product whose output holds gate, then up. `following`: see `dense`."""
+def gated_mlp(x: Float[Array, "*R E"], mlp: dict, name: str) -> Float[Array, "*R E"]:
+    """down(act(gate(x)) * up(x)); gate and up are one product whose output holds gate, then up."""
+    return dense(gated(x, mlp, name), mlp["down"])
+
+
+def gated_mlp_in_parts(
+    x: Float[Array, "B T E"], mlp: dict, name: str, following: dict | None = None
+) -> Float[Array, "parts B T E"]:
+    """`gated_mlp` in parts, as `dense_in_parts`, whose `following` it takes."""
+    return dense_in_parts(gated(x, mlp, name), mlp["down"], following)
+
+
+def gated(x: Float[Array, "*R E"], mlp: dict, name: str) -> Float[Array, "*R F"]:
+    """act(gate(x)) * up(x)."""
     gate, up = jnp.split(dense(x, mlp["gate_up"], mlp["down"]), 2, axis=-1)
-    return dense(activation(name, gate) * up, mlp["down"], following)
+    return activation(name, gate) * up
 
 
 def rope_frequencies(rope: RopeConfig, dim: int) -> Float[Array, " half"]:

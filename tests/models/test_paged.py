@@ -11,7 +11,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.kvcache import find_slots, init_layers
 from jaxspec.models import attend, decoder, layers, paged
 from jaxspec.tree import pack_bits
-from pallas_kernels import device, rope_write, tree_attention
+from pallas_kernels import add_norm, device, rope_write, tree_attention
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=48,
@@ -45,10 +45,11 @@ def on_a_gpu(monkeypatch):
     calls = []
 
     def switch():
-        kernel = rope_write.rope_write
+        kernel, sums = rope_write.rope_write, add_norm.add_norm
         monkeypatch.setattr(device, "capability", lambda: 9.0)
         monkeypatch.setattr(attend, "tree_attention", lambda *a, **o: tree_attention(*a, backend="reference", **o))
         monkeypatch.setattr(rope_write, "rope_write", lambda *a, **o: calls.append(o) or kernel(*a, interpret=True, **o))
+        monkeypatch.setattr(add_norm, "add_norm", lambda *a, **o: sums(*a, interpret=True, **o))
         return calls
 
     return switch
