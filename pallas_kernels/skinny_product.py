@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import device
+from pallas_kernels.lookup import lookup
 
 AVAILABLE = hasattr(plgpu, "InterpretGPUParams")  # the API as of jax 0.11
 SMEM_BYTES = 227 * 1024  # what a program may use on Hopper
@@ -83,10 +84,14 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True)
 class Ahead:
-    """What the product behind this one begins with: the first `units` steps of every program of `tiling`."""
+    """What the product behind this one begins with: the first `units` steps of every program of `tiling`.
+
+    With `blocks` only the step of that number of every column tile, nothing of tiles that have -1.
+    """
 
     tiling: Tiling
     units: int
+    blocks: tuple[int, ...] | None = None
 
 
 def tokens_of(rows: int) -> int:
@@ -152,6 +157,18 @@ def _fetch(x_hbm, w_hbms, x_smem, w_smem, full, empty, *, start, stop, tile_step
 def _fetch_ahead(next_hbm, ahead, *, program, programs):
     """Asks the L2 cache for what the programs of the next product begin with, shared out over those of this one."""
     tiling, (inputs, outputs) = ahead.tiling, next_hbm.shape
+    if ahead.blocks is not None:
+
+        def ask_block(i, _):
+            tile = program + i * programs
+            step = lookup(np.array(ahead.blocks), jnp.minimum(tile, len(ahead.blocks) - 1))
+            exists = (tile < len(ahead.blocks)) & (step >= 0)
+            inner = pl.ds(jnp.maximum(step, 0) * tiling.depth, tiling.depth)
+            columns = pl.ds(jnp.minimum(tile, len(ahead.blocks) - 1) * tiling.columns, tiling.columns)
+            plgpu.async_prefetch(next_hbm.at[inner, columns], predicate=exists)
+
+        lax.fori_loop(0, pl.cdiv(len(ahead.blocks), programs), ask_block, None)
+        return
     deep = inputs // tiling.depth
     total = deep * (outputs // (tiling.columns * tiling.cluster))
     runs = -(-total // tiling.steps)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ModelConfig, RopeConfig
-from pallas_kernels import add_norm, device, lora_shrink
+from pallas_kernels import adapted_product, add_norm, device, lora_shrink
 from pallas_kernels import gated_lora as kernels
 from pallas_kernels.product import product, product_in_parts
 from pallas_kernels.tilings import product_parts
@@ -23,21 +23,21 @@ def following_kernel(layer: dict | None, dtype) -> Array | None:
     return kernel if isinstance(kernel, jax.Array) and kernel.dtype == dtype else None
 
 
-def dense(x: Float[Array, "*R I"], layer: dict, following: dict | None = None) -> Float[Array, "*R O"]:
+def dense(x: Float[Array, "*R I"], layer: dict, following: dict | None = None, dtype=None) -> Float[Array, "*R O"]:
     """x @ kernel + bias: the one place through which every product with a weight goes.
 
     ``kernel`` is an array [in, out] or a pair {"q": int8 [in, out], "scale": [out]}. ``lora`` holds the arguments of
     `gated_lora`; only a draft pass puts it there (`jaxspec.drafters.uno_model.adapted`). `following` is the layer whose
-    product comes next: the GPU kernel reads ahead in its weights.
+    product comes next: the GPU kernel reads ahead in its weights. The result is of `dtype`, None for the type of x.
     """
     if "lora" in layer:
         return dense_with_lora(x, {name: leaf for name, leaf in layer.items() if name != "lora"}, **layer["lora"])
-    kernel = layer["kernel"]
+    kernel, dtype = layer["kernel"], x.dtype if dtype is None else dtype
     if isinstance(kernel, dict):
-        y = (x @ kernel["q"].astype(x.dtype)) * kernel["scale"].astype(x.dtype)
+        y = jnp.matmul(x, kernel["q"].astype(x.dtype), preferred_element_type=dtype) * kernel["scale"].astype(dtype)
     else:
-        y = product(x, kernel.astype(x.dtype), following_kernel(following, x.dtype))
-    return y + layer["bias"].astype(x.dtype) if "bias" in layer else y
+        y = product(x, kernel.astype(x.dtype), following_kernel(following, x.dtype), dtype)
+    return y + layer["bias"].astype(dtype) if "bias" in layer else y
 
 
 def dense_in_parts(
@@ -70,16 +70,23 @@ def dense_with_lora(
     scale: float,
     gate: Bool[Array, "B T 1"],
     blocks: np.ndarray | None = None,
+    silu: bool = False,
 ) -> Float[Array, "B T O"]:
-    """`gated_lora` on `dense`, on a GPU with the adapter's products as kernels; the second adds up the parts of all others.
+    """`gated_lora` on `dense`, on a GPU with the adapter's products as kernels; the last adds up the parts of all others.
 
-    `blocks` names the block of rows of ``b`` that may differ from zero in each column, -1 for none. The kernel has no
-    derivative; where one is wanted the scale is an array.
+    `blocks` names the block of rows of ``b`` that may differ from zero in each column, -1 for none. With `silu` the columns
+    are gates and as many values: silu(gate) · value, [B, T, O / 2]. The kernels have no derivative; where one is wanted the
+    scale is an array.
     """
-    if not (isinstance(scale, float) and kernels.available() and kernels.serves(x, b)):
-        return gated_lora(x, dense(x, layer), a, b, scale, gate)
+    if not (isinstance(scale, float) and kernels.available() and kernels.serves(x, b, silu)):
+        y = gated_lora(x, dense(x, layer), a, b, scale, gate)
+        return gate_values(y, "silu") if silu else y
+    if layer.keys() == {"kernel"} and not isinstance(layer["kernel"], dict):
+        both = adapted_product.adapted_product(x, layer["kernel"].astype(x.dtype), a, b, blocks)
+        if both is not None:
+            return kernels.gated_lora(both, None, b, gate, scale=scale, blocks=blocks, silu=silu)
     hidden = lora_shrink.lora_shrink(x, a) if lora_shrink.serves(x, a) else dense_in_parts(x, {"kernel": a})
-    return kernels.gated_lora(dense_in_parts(x, layer), hidden, b, gate, scale=scale, blocks=blocks)
+    return kernels.gated_lora(dense_in_parts(x, layer), hidden, b, gate, scale=scale, blocks=blocks, silu=silu)
 
 
 def gated_lora(
@@ -156,7 +163,15 @@ def gated_mlp_in_parts(
 
 def gated(x: Float[Array, "*R E"], mlp: dict, name: str) -> Float[Array, "*R F"]:
     """act(gate(x)) * up(x)."""
-    gate, up = jnp.split(dense(x, mlp["gate_up"], mlp["down"]), 2, axis=-1)
+    if name == "silu" and "lora" in mlp["gate_up"]:
+        layer = mlp["gate_up"]
+        return dense_with_lora(x, {n: leaf for n, leaf in layer.items() if n != "lora"}, **layer["lora"], silu=True)
+    return gate_values(dense(x, mlp["gate_up"], mlp["down"]), name)
+
+
+def gate_values(y: Float[Array, "*R 2F"], name: str) -> Float[Array, "*R F"]:
+    """act(gate) * up of a product that holds gate, then up."""
+    gate, up = jnp.split(y, 2, axis=-1)
     return activation(name, gate) * up
 
 
