@@ -197,7 +197,7 @@ def verify(
             visible=None if tree.is_chain else tree.ancestors, taps=program.drafter.taps,
         )  # fmt: skip
     with jax.named_scope("head"):
-        logits = decoder.unembed(params, program.config, out.hidden)
+        logits = decoder.unembed(params, program.config, out.hidden, exact=True)
     with jax.named_scope("accept"):
         logits = process_logits(logits, state.sampling, tree, tokens, base + 1, state.prompt_length, allowed=allowed)
         accepted = program.acceptance(
@@ -309,9 +309,8 @@ def prefill_step(
 
     hidden = out.hidden if only_last else jnp.take_along_axis(out.hidden, last[..., None], 1)
     tree: DraftTree = root_only(jnp.take_along_axis(tokens, last, 1)[:, 0])
-    logits = process_logits(
-        decoder.unembed(params, config, hidden), state.sampling, tree, state.tokens, state.prompt_length, state.prompt_length
-    )
+    logits = decoder.unembed(params, config, hidden, exact=True)
+    logits = process_logits(logits, state.sampling, tree, state.tokens, state.prompt_length, state.prompt_length)
     first = accept(tree, logits, state.sampling, state.keys, state.prompt_length - 1).tokens[:, :1]
     ends = (n_valid > 0) & (start + chunk >= state.prompt_length)
     state, _ = emit(state, first, jnp.zeros_like(first, bool), ends.astype(jnp.int32), state.prompt_length)

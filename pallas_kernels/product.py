@@ -77,9 +77,11 @@ def ahead_of(x: Array, w: Array, most: int):
 
 
 def product_in_parts(
-    x: Float[Array, "*R I"], w: Float[Array, "I O"], following: Array | None = None, most: int | None = None
+    x: Float[Array, "*R I"], w: Float[Array, "I O"], following: Array | None = None, most: int | None = None, dtype=None
 ) -> Float[Array, "parts *R O"] | None:
     """x @ w by the kernel, in partial sums (float32 if there are several) for whatever adds them up; None: leave it to XLA.
+
+    A single part is of `dtype`, None for the type of x.
 
     Of `following`, the weights of the product that comes next, up to `most` bytes (None: `AHEAD`) are fetched meanwhile.
     """
@@ -90,15 +92,21 @@ def product_in_parts(
     rows = x.reshape(-1, x.shape[-1])
     ahead = None if following is None else ahead_of(x, following, AHEAD if most is None else most)
     following = None if ahead is None else following
-    p = _parts(rows, w, following, tiling, x.dtype if counts.max() == 1 else jnp.float32, ahead)
+    p = _parts(rows, w, following, tiling, (dtype or x.dtype) if counts.max() == 1 else jnp.float32, ahead)
     if counts.min() != counts.max():  # not all of them exist everywhere
         p = _kernel().add_parts(p, tiling, w.shape[0])[None]
     return p.reshape(-1, *x.shape[:-1], w.shape[1])
 
 
-def product(x: Float[Array, "*R I"], w: Float[Array, "I O"], following: Array | None = None) -> Float[Array, "*R O"]:
-    """x @ w, by the kernel where the table of measurements has it; `following` as in `product_in_parts`."""
-    parts = product_in_parts(x, w, following)
+def product(
+    x: Float[Array, "*R I"], w: Float[Array, "I O"], following: Array | None = None, dtype=None
+) -> Float[Array, "*R O"]:
+    """x @ w, by the kernel where the table of measurements has it; `following` as in `product_in_parts`.
+
+    The sums are rounded to `dtype`, None for the type of x.
+    """
+    dtype = x.dtype if dtype is None else dtype
+    parts = product_in_parts(x, w, following, dtype=dtype)
     if parts is None:
-        return x @ w
-    return functools.reduce(jnp.add, parts).astype(x.dtype)
+        return jnp.matmul(x, w, preferred_element_type=dtype)
+    return functools.reduce(jnp.add, parts).astype(dtype)

@@ -106,7 +106,7 @@ class UnoDrafter(Drafter):
             target, config, decoder.embed(ctx.params, config, tokens), ctx.cache.layers, ctx.cache.page_table, base,
             base[:, None] + rows, jnp.ones(rows.shape, bool),
         )  # fmt: skip
-        return decoder.unembed(ctx.params, config, out.hidden), out.layers
+        return decoder.unembed(ctx.params, config, out.hidden, exact=True), out.layers
 
     def process(self, ctx: RoundContext, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
         """The one logits pipeline: the first row as in plain decoding; drafts see the penalties of the same text.

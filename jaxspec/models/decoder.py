@@ -132,12 +132,17 @@ def embed(params: dict, config: ModelConfig, tokens: Int[Array, "B T"], dtype=No
     return x if config.embedding_scale == 1.0 else x * jnp.asarray(config.embedding_scale, x.dtype)
 
 
-def unembed(params: dict, config: ModelConfig, hidden: Float[Array, "*R E"]) -> Float[Array, "*R V"]:
-    """Next-token logits in float32 from the final norm's output."""
+def unembed(params: dict, config: ModelConfig, hidden: Float[Array, "*R E"], exact: bool = False) -> Float[Array, "*R V"]:
+    """Next-token logits in float32 from the final norm's output.
+
+    With `exact` they are the product's sums, which are made in float32 anyway: rounded to 16 bits, the largest of a small
+    model's logits often tie. The other way is for training, whose derivatives are products of 16 bits then.
+    """
+    dtype = jnp.float32 if exact else hidden.dtype
     if config.tie_embeddings:
-        logits = hidden @ params["embedder"]["embedding"].astype(hidden.dtype).T
+        logits = jnp.matmul(hidden, params["embedder"]["embedding"].astype(hidden.dtype).T, preferred_element_type=dtype)
     else:
-        logits = dense(hidden, params["head"])
+        logits = dense(hidden, params["head"], dtype=dtype)
     logits = logits.astype(jnp.float32)
     cap = config.logit_softcap
     return logits if cap is None else cap * jnp.tanh(logits / cap)

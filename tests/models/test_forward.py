@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxspec
 from jaxspec.config import ConfigError
+from jaxspec.models import decoder
+from tests import tiny
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +47,15 @@ def test_a_position_sees_nothing_behind_it(params):
 def test_refusals(params, tokens, message):
     with pytest.raises(ConfigError, match=message):
         jaxspec.forward(params, tokens)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_exact_logits_are_not_rounded(tied):
+    config = tiny.config(tie_embeddings=tied)
+    params = decoder.init_params(config, jax.random.key(0), jnp.bfloat16)
+    hidden = jax.random.normal(jax.random.key(1), (5, config.hidden_size), jnp.bfloat16)
+    rounded, exact = (np.asarray(decoder.unembed(params, config, hidden, exact=e)) for e in (False, True))
+    assert rounded.dtype == exact.dtype == np.float32
+    table = np.asarray(params["embedder"]["embedding"].T if tied else params["head"]["kernel"], np.float64)
+    np.testing.assert_allclose(exact, np.asarray(hidden, np.float64) @ table, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(rounded, np.asarray(jnp.asarray(exact).astype(jnp.bfloat16), np.float32))
