@@ -32,6 +32,35 @@ def test_the_kernel_does_what_the_formula_says(dtype, shape, parts):
     np.testing.assert_array_equal(np.asarray(found, np.float32)[closed], np.asarray(own, np.float32)[closed])
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("shape", "parts", "silu"), [((1, 8), 1, True), ((3, 7), 2, False), ((1, 5), 3, True)])
+def test_both_products_in_one_array_and_an_activation(dtype, shape, parts, silu):
+    """x @ a behind x @ w; gates and values by blocks of b; closed rows and b = 0 change no bit."""
+    keys = jax.random.split(jax.random.key(3), 3)
+    both = jax.random.normal(keys[0], (parts, *shape, 256 + 32)).astype(dtype if parts == 1 else jnp.float32)
+    blocks = np.repeat([0, 1], 128)
+    b = (jax.random.normal(keys[1], (32, 256)) * (np.repeat([0, 1], 16)[:, None] == blocks)).astype(dtype)
+    gate = jax.random.bernoulli(keys[2], 0.6, (*shape, 1)).at[0, 0].set(False)
+
+    def run(b, gate):
+        out = kernels.gated_lora(both, None, b, gate, scale=0.5, blocks=blocks, silu=silu, interpret=True)
+        assert out.dtype == dtype and out.shape == (*shape, 128 if silu else 256)
+        return np.asarray(out, np.float32)
+
+    total = both.astype(jnp.float32).sum(0).astype(dtype).astype(jnp.float32)
+    own, change = total[..., :256], total[..., 256:] @ b.astype(jnp.float32)
+    wanted = jnp.where(gate, own + 0.5 * change, own).astype(dtype).astype(jnp.float32)
+    if silu:
+        wanted = jax.nn.silu(wanted[..., :128]) * wanted[..., 128:]
+    found, tolerance = run(b, gate), 4e-2 if dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(found, np.asarray(wanted), rtol=tolerance, atol=tolerance)
+    base = run(b, jnp.zeros_like(gate))
+    closed = ~np.asarray(gate)[..., 0]
+    np.testing.assert_array_equal(found[closed], base[closed])
+    np.testing.assert_array_equal(run(jnp.zeros_like(b), jnp.ones_like(gate)), base)
+    assert not np.array_equal(found, base)
+
+
 @pytest.mark.parametrize("width", [64, 32])
 def test_blocks_of_zeros_are_left_out(width):
     """Columns belong to blocks 1, none, 0 of b's rows, `width` columns each; narrower than a program's 64 they do not count."""
