@@ -12,7 +12,7 @@ PREFILL = 1024  # rows from which row tiles alone fill the chip
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How a kernel cuts its work. `split`, `block` and `rows` may change a result's last bit, the rest only speed.
+    """How a kernel cuts its work. Warps and stages change only the speed, the rest may also change a result's last bit.
 
     Attributes:
       split: slots per split, a multiple of `block`; boundaries lie at its multiples whatever the length. 0: one split.
@@ -20,6 +20,8 @@ class Tiling:
       rows: most query rows (token, head of the group) of a program (Mosaic: 64 per warpgroup).
       num_warps: warps of a Triton program.
       num_stages: depth of the pipeline of loads.
+      readers: Mosaic: warpgroups of a program that take turns with the blocks, 1 or 2.
+      cluster: Mosaic: programs that take turns with the blocks and add their sums up, a power of two.
     """
 
     split: int
@@ -27,10 +29,16 @@ class Tiling:
     rows: int = 64
     num_warps: int = 4
     num_stages: int = 3
+    readers: int = 1
+    cluster: int = 1
 
     def __post_init__(self):
         if self.block % 32 or self.split % self.block:
             raise ValueError(f"{self}: block must be a multiple of 32 and split one of block")
+        if self.readers not in (1, 2) or self.cluster not in (1, 2, 4, 8, 16):
+            raise ValueError(f"{self}: readers must be 1 or 2 and cluster 1, 2, 4, 8 or 16")
+        if self.readers * self.cluster > 1 and self.rows > 64:
+            raise ValueError(f"{self}: readers and clusters work on at most 64 rows a program")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,16 @@
 """Tree attention for Pallas' Mosaic GPU back end (Hopper, jax 0.11 and later).
 
-The work is cut as in `tree_attention_triton`: one program per (kv head, row tile, split, sequence), then a merge. Keys and
-values arrive by TMA, one copy per page and head, in a ring of `num_stages` blocks; the products are wgmma. A program is
-one warpgroup of 64 rows (two for wide trees, which share the blocks), small enough that two programs live on a
-multiprocessor and hide each other's waits. The table of pages does not wait for anything but itself: it is read a block ahead.
+The work is cut into (kv head, row tile, split, sequence). Keys and values arrive by TMA, one copy per page and head, in rings
+of `num_stages` blocks; the products are wgmma, a warpgroup's of 64 rows. The table of pages does not wait for anything but
+itself: it is read a block ahead. What works on one piece:
+
+* a warpgroup, so small that two programs live on a multiprocessor and hide each other's waits; or two of 128 rows in all, that
+  share the blocks (wide trees); or
+* W = `readers` * `cluster` warpgroups for the same 64 rows: one or two to a program, each with a ring of its own, in a
+  cluster of programs. They deal the blocks out among them (block i is worker i % W's, whatever the length), and
+  each program adds up some of the channels of all (`mosaic_merge`).
+
+A split that is alone writes the result to its place; several are merged by a second kernel.
 """
 
 from __future__ import annotations
@@ -19,11 +26,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels.inflight import WORD, inflight_words, last_slot
-from pallas_kernels.mosaic_merge import MASKED, WARPGROUP_ROWS, divide, merge
+from pallas_kernels.mosaic_merge import LOG2E, MASKED, WARPGROUP_ROWS, Exchange, divide, give, join, merge, over
 from pallas_kernels.tilings import Tiling
 
 AVAILABLE = hasattr(plgpu, "InterpretGPUParams")  # the API as of jax 0.11
-LOG2E = 1.4426950408889634
 REDUCTION_BYTES = 0  # a row lies within one warp; Mosaic's 2 KB would keep programs of three stages from sharing an SM
 
 
@@ -59,21 +65,28 @@ def _attention(
     used_ref,  # [B, A], what any row sees
     position_ref,  # [B, rows]
     nearest_ref,  # [B], lowest position of any row
-    out_hbm,  # [B, splits, K, rows, Dv] float32, or direct [B, K, rows, Dv]
-    lse_hbm,  # [B, splits, K, rows]
+    out_hbm,  # [B, splits, K, rows, Dv] float32, or direct: [B, T, H, Dv] with `tokens`, else [B, K, rows, Dv]
+    lse_hbm,  # [B, splits, K, rows], none if direct
+    sums_hbm,  # interpreted clusters exchange their sums here: [B, splits, tiles, K, cluster, 64, Dv] float32,
+    tops_hbm,  # [B, splits, tiles, K, cluster, 64]
     q_smem,
-    k_smem,
-    v_smem,
+    ring_or_sums,
     p_smem,
     q_ready,
     k_ready,
     v_ready,
     free,
     clean,
+    drained,
+    joined,
+    shown,
+    taken,
     *,
     block: int,
     stages: int,
-    warpgroups: int,
+    sharing: int,
+    readers: int,
+    cluster: int,
     split: int,
     causal: bool,
     num_inflight: int,
@@ -88,13 +101,17 @@ def _attention(
     in_registers: bool,
 ):
     b, part, tile, head = (lax.axis_index(a) for a in ("batch", "split", "tile", "kv_head"))
-    wg = lax.axis_index("wg") if warpgroups > 1 else jnp.int32(0)
+    wg = lax.axis_index("wg") if sharing * readers > 1 else jnp.int32(0)
+    group, reader = (wg, jnp.int32(0)) if readers == 1 else (jnp.int32(0), wg)
+    peer = lax.axis_index("peer") if cluster > 1 else jnp.int32(0)
+    worker, workers = peer * readers + reader, readers * cluster
+    (k_smem, v_smem), (spare, stage, sums, tops) = ring_or_sums
     R, Dv = WARPGROUP_ROWS, v_hbm.shape[-1]
     S, N, A = k_hbm.shape[1], table.shape[1], words_ref.shape[1]
     num_slots = N * S
     pieces = max(1, block // S)  # copies a block
     length = length_ref[b]
-    row_end = jnp.minimum(divide((tile + 1) * (R * warpgroups) + (G - 1), G), T)
+    row_end = jnp.minimum(divide((tile + 1) * (R * sharing) + (G - 1), G), T)
     start = part * split
     stop = last_slot(length, row_end, causal=causal, M=num_inflight, T=T, num_slots=num_slots)
     stop = jnp.minimum(stop, start + split)
@@ -105,18 +122,27 @@ def _attention(
         lowest = jnp.minimum(jnp.maximum(nearest_ref[b] - (window - 1), 0), length)
         near = jnp.minimum(divide(jnp.maximum(lowest - start, 0), block), blocks)
         sinks = jnp.minimum(divide(jnp.maximum(min(sink, num_slots) - start, 0) + (block - 1), block), near)
-    steps = sinks + blocks - near
-    first_row = tile * (R * warpgroups) + wg * R
-    rows = pl.ds(first_row, R)  # may reach beyond the rows of q
+
+    def own(n):  # of the first n blocks
+        return n if workers == 1 else divide(n + (workers - 1) - worker, workers)
+
+    if window is not None:
+        near, sinks = own(near), own(sinks)
+    steps = sinks + own(blocks) - near
+    rows = pl.ds((tile * sharing + group) * R, R)  # may reach beyond the rows of q
 
     def first_slot(i):
-        return start + (i if window is None else jnp.where(i < sinks, i, near + i - sinks)) * block
+        i = i if window is None else jnp.where(i < sinks, i, near + i - sinks)
+        return start + (i * workers + worker) * block
 
     def pages_of(i):
         first = divide(first_slot(i), S)
         return tuple(table[b, jnp.minimum(first + j, N - 1)] for j in range(pieces))
 
     keys, values = (k_hbm, k_smem, k_ready), (v_hbm, v_smem, v_ready)
+
+    def in_ring(slot):
+        return slot if readers == 1 else reader * stages + slot
 
     def fetch(i, slot, pages, *what):
         size = min(S, block)
@@ -126,25 +152,26 @@ def _attention(
                 here = target.at[slot, pl.ds(j * size, size)]
                 plgpu.copy_gmem_to_smem(source.at[page, inside, head], here, ready.at[slot])
 
+    if tokens is not None:
+        its_tokens = pl.ds((tile * sharing + group) * tokens, tokens)  # visibly a multiple of eight
     ahead = [pages_of(jnp.int32(i)) for i in range(stages + 1)]  # before the branch on the length, so as not to wait for it
 
     def body():
-        leads = wg == 0
-        if tokens is None:
-            plgpu.copy_gmem_to_smem(q_hbm.at[b, head, rows], q_smem.at[wg], q_ready.at[wg])
-        else:
-            own = pl.ds((tile * warpgroups + wg) * tokens, tokens)  # visibly a multiple of eight
-            for g in range(G):
-                there = q_smem.at[wg, pl.ds(g * tokens, tokens)]
-                plgpu.copy_gmem_to_smem(q_hbm.at[b, own, head * G + g], there, q_ready.at[wg])
+        leads = group == 0
+
+        @pl.when(reader == 0)
+        def _():
+            if tokens is None:
+                plgpu.copy_gmem_to_smem(q_hbm.at[b, head, rows], q_smem.at[group], q_ready.at[group])
+            for g in range(G) if tokens is not None else ():
+                there = q_smem.at[group, pl.ds(g * tokens, tokens)]
+                plgpu.copy_gmem_to_smem(q_hbm.at[b, its_tokens, head * G + g], there, q_ready.at[group])
+
         for i, pages in enumerate(ahead[:-1]):
-            pl.when(leads & (i < steps))(functools.partial(fetch, jnp.int32(i), i, pages, keys, values))
+            pl.when(leads & (i < steps))(functools.partial(fetch, jnp.int32(i), in_ring(i), pages, keys, values))
         if window is not None:
             position = plgpu.load(position_ref.at[b, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        plgpu.barrier_wait(q_ready.at[wg])
-
-        def over(x, columns):
-            return lax.broadcast_in_dim(x, (R, columns), [0])
+        plgpu.barrier_wait(q_ready.at[group])
 
         def mask_word(index):
             at = jnp.minimum(jnp.maximum(index, 0), A - 1)
@@ -153,7 +180,7 @@ def _attention(
 
         def attend(i, carry, masked):
             acc, m, total, pages = carry
-            slot = lax.rem(i, jnp.int32(stages))
+            slot = in_ring(lax.rem(i, jnp.int32(stages)))
             first = first_slot(i)
             base = divide(first, WORD) - divide(length, WORD)
             indices = [base + w for w in range(block // WORD)]
@@ -161,13 +188,13 @@ def _attention(
             plgpu.barrier_wait(k_ready.at[slot])
 
             def product(ref):
-                plgpu.wgmma(ref, q_smem.at[wg], k_smem.at[slot].T)
+                plgpu.wgmma(ref, q_smem.at[group], k_smem.at[slot].T)
                 return ref[...]
 
             scores = pl.run_scoped(product, plgpu.ACC((R, block), jnp.float32))
             scores = scores * (scale * LOG2E) if softcap is None else softcap * LOG2E * jnp.tanh(scores * (scale / softcap))
             refill = leads & (i + stages < steps)
-            if warpgroups == 1:  # the keys' place is free as soon as the scores are there
+            if sharing == 1:  # the keys' place is free as soon as the scores are there
                 pl.when(refill)(functools.partial(fetch, i + stages, slot, pages, keys))
             if masked:
                 column = plgpu.broadcasted_iota(jnp.int32, (R, block), 1, layout=plgpu.Layout.WGMMA)
@@ -192,7 +219,7 @@ def _attention(
             acc = acc * over(alpha, Dv)
             plgpu.barrier_wait(v_ready.at[slot])
             if masked:  # 0 * NaN is NaN: what nobody sees must be zero before the product
-                if warpgroups == 1:
+                if sharing == 1:
                     scrub(slot, first, indices)
                 else:
 
@@ -219,7 +246,7 @@ def _attention(
 
                 acc = acc + pl.run_scoped(product, plgpu.ACC((R, Dv), jnp.float32))
 
-            if warpgroups == 1:
+            if sharing == 1:
                 pl.when(refill)(functools.partial(fetch, i + stages, slot, pages, values))
             else:
                 plgpu.barrier_arrive(free.at[slot])
@@ -256,18 +283,51 @@ def _attention(
         carry = (acc, per_row(MASKED), per_row(0.0), ahead[-1])
         full = jnp.int32(0)
         if window is None:
-            full = jnp.minimum(divide(jnp.maximum(length - start, 0), block), blocks)
+            full = own(jnp.minimum(divide(jnp.maximum(length - start, 0), block), blocks))
             carry = lax.fori_loop(0, full, functools.partial(attend, masked=False), carry)
         acc, m, total, _ = lax.fori_loop(full, steps, functools.partial(attend, masked=True), carry)
 
+        if sharing * readers > 1 or workers > 1 or tokens is not None:  # before the ring's memory is used for anything else
+            plgpu.barrier_arrive(drained)
+            plgpu.barrier_wait(drained)
+        if readers == 1:
+            finish(acc, m, total)
+        else:
+            pl.when(reader == 1)(lambda: give(acc, m, total, spare, joined))
+            pl.when(reader == 0)(lambda: finish(*join(acc, m, total, spare, joined)))
+
+    def finish(acc, m, total):
         empty = total == 0.0
         safe = jnp.where(empty, 1.0, total)
-        acc = (acc / over(safe, Dv)).astype(out_hbm.dtype)
-        if direct:
-            out_hbm[b, head, rows] = acc
+        acc = acc / over(safe, Dv)
+        lse = jnp.where(empty, MASKED, m + jnp.log(safe) * LOG2E)
+        width = Dv // cluster
+        columns = pl.ds(peer * width, width)
+        if cluster > 1:
+            at = (b, part, tile, head)
+            hbm = None if in_registers else (sums_hbm.at[at], tops_hbm.at[at])
+            acc, lse = Exchange(sums, tops, hbm, shown, peer, cluster)(acc, lse)
+        acc = acc.astype(out_hbm.dtype)
+        if not direct:
+            out_hbm[b, part, head, rows, columns] = acc
+
+            @pl.when(peer == 0)
+            def _():
+                lse_hbm[b, part, head, rows] = lse
+        elif tokens is None:
+            out_hbm[b, head, rows, columns] = acc
         else:
-            out_hbm[b, part, head, rows] = acc
-            lse_hbm[b, part, head, rows] = jnp.where(empty, MASKED, m + jnp.log(safe) * LOG2E)
+            stage[group] = acc
+        plgpu.commit_smem()
+        if cluster > 1:  # nobody leaves before all have read its sums
+            plgpu.barrier_arrive(taken)
+        if direct and tokens is not None:
+            for g in range(G):
+                there = out_hbm.at[b, its_tokens, head * G + g, columns]
+                plgpu.copy_smem_to_gmem(stage.at[group, pl.ds(g * tokens, tokens)], there)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if cluster > 1:
+            plgpu.barrier_wait(taken)
 
     if direct:
         body()
@@ -295,16 +355,18 @@ def tree_attention(
 ) -> Float[Array, "B T H Dv"]:
     """The contract of `pallas_kernels.reference.tree_attention`, for the cases that `serves` accepts.
 
-    `interpret` takes `plgpu.InterpretGPUParams()` to run on a CPU; then the weights go through shared memory, because
-    interpret mode knows no wgmma operands in registers.
+    `interpret` takes `plgpu.InterpretGPUParams()` to run on a CPU; then the weights go through shared memory and a cluster's
+    sums through global memory, because interpret mode knows neither wgmma operands in registers nor a neighbour's memory.
     """
     B, T, H, Dk = q.shape
     _, S, K, Dv = v_pages.shape
     N, M = page_table.shape[1], inflight_positions.shape[1]
     G, block, stages = H // K, tiling.block, tiling.num_stages
     num_slots = N * S
-    warpgroups = 2 if tiling.rows >= 128 and T * G > WARPGROUP_ROWS else 1
-    tile_rows = warpgroups * WARPGROUP_ROWS
+    readers, cluster = tiling.readers, tiling.cluster
+    sharing = 2 if tiling.rows >= 128 and T * G > WARPGROUP_ROWS and readers * cluster == 1 else 1
+    warpgroups = sharing * readers
+    tile_rows = sharing * WARPGROUP_ROWS
     tiles = pl.cdiv(T * G, tile_rows)
     padded = tiles * tile_rows
     split = tiling.split or pl.cdiv(num_slots, block) * block
@@ -325,7 +387,8 @@ def tree_attention(
     used = lax.reduce(words, jnp.int32(0), lax.bitwise_or, (1,))
     nearest = positions.min(axis=1)
     words, position = jnp.moveaxis(as_rows(words, 0), 1, 2), as_rows(positions, 0)
-    # TMA fills rows beyond the array's with zeros, but cuts the rows in eights: eight or fewer are one piece.
+    # TMA fills rows beyond the array's with zeros and leaves them out when writing, but cuts the rows in eights: eight or
+    # fewer are one piece.
     if tokens is not None:
         grouped = jnp.pad(q, ((0, 0), (0, -T % 8 if T > 8 else 0), (0, 0), (0, 0)))
     else:
@@ -334,33 +397,52 @@ def tree_attention(
 
     limits = {"causal": causal, "num_inflight": M, "window": window, "sink": sink, "split": split, "T": T}
     kernel = functools.partial(
-        _attention, block=block, stages=stages, warpgroups=warpgroups, G=G, tokens=tokens, scale=scale, softcap=softcap,
-        direct=direct, in_registers=not interpret, **limits,
+        _attention, block=block, stages=stages, sharing=sharing, readers=readers, cluster=cluster, G=G, tokens=tokens,
+        scale=scale, softcap=softcap, direct=direct, in_registers=not interpret, **limits,
     )  # fmt: skip
-    if direct:
-        out_type = (jax.ShapeDtypeStruct((B, K, padded, Dv), q.dtype), jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32))
+    f32 = jnp.float32
+    if not direct:
+        out_shape, lse_type = (B, splits, K, padded, Dv), jax.ShapeDtypeStruct((B, splits, K, padded), f32)
     else:
-        out_type = (
-            jax.ShapeDtypeStruct((B, splits, K, padded, Dv), jnp.float32),
-            jax.ShapeDtypeStruct((B, splits, K, padded), jnp.float32),
-        )
+        out_shape, lse_type = (B, grouped.shape[1], H, Dv) if tokens is not None else (B, K, padded, Dv), None
+    sums_type = tops_type = None
+    if interpret and cluster > 1:
+        sums_type = jax.ShapeDtypeStruct((B, splits, tiles, K, cluster, WARPGROUP_ROWS, Dv), f32)
+        tops_type = jax.ShapeDtypeStruct(sums_type.shape[:-1], f32)
     pieces = max(1, block // S)
     threads = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
-    out, lse = plgpu.kernel(
+    clusters = {"cluster": (cluster,), "cluster_names": ("peer",)} if cluster > 1 else {}
+    together_in_cluster = plgpu.ClusterBarrier(collective_axes=("peer",)) if cluster > 1 else None
+    rows_type = plgpu.SMEM((WARPGROUP_ROWS,), f32)
+    out, lse, *_ = plgpu.kernel(
         kernel,
-        out_type=out_type,
+        out_type=(jax.ShapeDtypeStruct(out_shape, q.dtype if direct else f32), lse_type, sums_type, tops_type),
         grid=(B, splits, tiles, K),  # heads fastest: the programs that share a page run together
         grid_names=("batch", "split", "tile", "kv_head"),
         scratch_types=(
-            plgpu.SMEM((warpgroups, WARPGROUP_ROWS, Dk), q.dtype, transforms=_tiled(Dk)),
-            plgpu.SMEM((stages, block, Dk), q.dtype, transforms=_tiled(Dk)),
-            plgpu.SMEM((stages, block, Dv), q.dtype, transforms=_tiled(Dv)),
+            plgpu.SMEM((sharing, WARPGROUP_ROWS, Dk), q.dtype, transforms=_tiled(Dk)),
+            plgpu.RefUnion(
+                (
+                    plgpu.SMEM((readers * stages, block, Dk), q.dtype, transforms=_tiled(Dk)),
+                    plgpu.SMEM((readers * stages, block, Dv), q.dtype, transforms=_tiled(Dv)),
+                ),
+                (
+                    (plgpu.SMEM((WARPGROUP_ROWS, Dv), f32), rows_type, rows_type) if readers > 1 else (),
+                    plgpu.SMEM((sharing, WARPGROUP_ROWS, Dv // cluster), q.dtype),
+                    [plgpu.SMEM((WARPGROUP_ROWS, Dv // cluster), f32) for _ in range(cluster if cluster > 1 else 0)],
+                    rows_type,
+                ),
+            ),
             plgpu.SMEM((warpgroups, WARPGROUP_ROWS, block), q.dtype, transforms=_tiled(block)) if interpret else None,
-            plgpu.Barrier(num_arrivals=1 if tokens is None else G, num_barriers=warpgroups),
-            plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages) if warpgroups > 1 else None,
-            plgpu.Barrier(num_barriers=stages) if warpgroups > 1 else None,
+            plgpu.Barrier(num_arrivals=1 if tokens is None else G, num_barriers=sharing),
+            plgpu.Barrier(num_arrivals=pieces, num_barriers=readers * stages),
+            plgpu.Barrier(num_arrivals=pieces, num_barriers=readers * stages),
+            plgpu.Barrier(num_arrivals=sharing, num_barriers=stages) if sharing > 1 else None,
+            plgpu.Barrier(num_barriers=stages) if sharing > 1 else None,
+            plgpu.Barrier(num_arrivals=warpgroups),
+            plgpu.Barrier() if readers > 1 else None,
+            together_in_cluster,
+            together_in_cluster,
         ),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
@@ -369,11 +451,11 @@ def tree_attention(
         ),
         interpret=interpret or None,
         **threads,
+        **clusters,
     )(grouped, k_pages, v_pages, page_table, length, words, used, position, nearest)
 
     if direct and tokens is not None:
-        out = out.reshape(B, K, padded // WARPGROUP_ROWS, G, tokens, Dv).transpose(0, 2, 4, 1, 3, 5)
-        return out.reshape(B, padded // G, H, Dv)[:, :T]
+        return out[:, :T]
     if direct:
         out = out[:, :, : T * G].reshape(B, K, T, G, Dv)
         return out.transpose(0, 2, 1, 3, 4).reshape(B, T, H, Dv)

@@ -71,6 +71,24 @@ def test_tilings(backend, split, stages):
     check(REAL[1], jnp.bfloat16, backend, Tiling(split, 64, rows=64, num_stages=stages))
 
 
+WORKERS = ((0, 2, 8), (0, 2, 2), (0, 2, 1), (0, 1, 8), (0, 1, 2), (0, 2, 4), (4096, 2, 4), (2048, 1, 2))  # readers, cluster
+
+
+@pytest.mark.parametrize("case", [REAL[1], REAL[6], REAL[2]], ids=lambda c: c.name)
+@pytest.mark.parametrize("split, readers, cluster", WORKERS)
+def test_clusters(case, split, readers, cluster):
+    """Sums of several warpgroups and programs, added up through a neighbour's shared memory: also where most have no work."""
+    check(case, jnp.bfloat16, "mosaic", Tiling(split, 64, num_stages=3, readers=readers, cluster=cluster))
+
+
+ODD = (Case(**LLAMA, T=4, N=40, B=3, lengths=(0, 600, 31)), Case(**LLAMA, T=3, N=40, missing=2, tree=False))
+
+
+@pytest.mark.parametrize("case", [*REAL[7:], *ODD], ids=lambda c: c.name)
+def test_clusters_of_other_shapes(case):
+    check(case, jnp.bfloat16, "mosaic", Tiling(0, 64, num_stages=2, readers=2 if case.Dk + case.Dv <= 256 else 1, cluster=4))
+
+
 @pytest.mark.parametrize(
     "tiling", [(0, 128, 16, 4, 3), (0, 128, 32), (0, 64, 64), (1024, 128, 16, 4, 2), (256, 128, 16, 8, 3)], ids=str
 )
@@ -138,3 +156,9 @@ def test_compaction_of_all_layers(B, A):
     assert "triton" in compiled.as_text() and compiled.memory_analysis().temp_size_in_bytes < 1e6
     for got, expected in zip(compiled(pools), want, strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_clusters_of_sixteen(readers):
+    """Last: a chip that cannot start them ends the process."""
+    check(REAL[1], jnp.bfloat16, "mosaic", Tiling(0, 64, num_stages=3, readers=readers, cluster=16))
