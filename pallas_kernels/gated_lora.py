@@ -5,7 +5,9 @@ XLA adds up the parts of both first products in kernels of their own; four produ
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +83,66 @@ def gated_lora(
     return _gated_lora(y, hidden, b, gate, scale=scale, of_tile=of_tile, used=used, silu=silu, interpret=interpret)
 
 
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Inside a kernel: some columns of an adapted product, for all rows. Every load is asked for before anything waits.
+
+    Attributes:
+      y, hidden, b: references; x @ a begins at column `behind` of `hidden`.
+      R, rows: rows that there are, and a power of two of at least 16.
+      used: rows of b in a block.
+      scale: the adapter's factor.
+    """
+
+    y: Any
+    hidden: Any
+    b: Any
+    behind: int
+    R: int
+    rows: int
+    used: int
+    scale: float
+
+    @property
+    def at(self) -> Array:
+        """Row numbers [rows, 1], those that do not exist replaced by the last."""
+        return jnp.minimum(jnp.arange(self.rows)[:, None], self.R - 1)
+
+    def _parts(self, ref, index):
+        """All parts of some columns, in the middle: a sum over them then stays within a thread."""
+        count, exists = ref.shape[0], jnp.arange(self.rows)[:, None, None] < self.R
+        part = jnp.arange(pl.next_power_of_2(count))[None, :, None]
+        mask = exists if count == part.size else exists & (part < count)
+        return plt.load(ref.at[jnp.minimum(part, count - 1), self.at[:, None], index[:, None]], mask=mask, other=0)
+
+    def _inner(self, block):
+        chunk, start = _chunk(self.used), jnp.maximum(block, 0) * self.used
+        return [start + first + jnp.arange(chunk) for first in range(0, self.used, chunk)]
+
+    def ask_hidden(self, block) -> list:
+        """The columns of x @ a that belong to a block of b."""
+        return [self._parts(self.hidden, self.behind + i[None]) for i in self._inner(block)]
+
+    def ask(self, column, block) -> tuple:
+        """Columns [1, n] of x @ w and, of the block of that number, those of b; -1: no block."""
+        right = [plt.load(self.b.at[i[:, None], column], mask=block >= 0, other=0) for i in self._inner(block)]
+        return self._parts(self.y, column), right
+
+    def finish(self, found: tuple, hidden: list, opened: Bool[Array, "rows 1"]) -> Array:
+        """x @ w in closed rows, with the adapter in those that are open; what is not finite there becomes 0."""
+        (own, right), dtype = found, self.b.dtype
+
+        def added(parts):
+            return (parts if parts.shape[1] == 1 else parts.astype(jnp.float32)).sum(1).astype(dtype)
+
+        precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+        change = sum(plt.dot(added(x), w, precision=precision) for x, w in zip(hidden, right, strict=True))
+        own = added(own)
+        changed = (own.astype(jnp.float32) + self.scale * change).astype(dtype)
+        changed = jnp.where(jnp.abs(changed.astype(jnp.float32)) < jnp.inf, changed, jnp.zeros_like(changed))
+        return jnp.where(opened, changed, own)
+
+
 STATIC = ("scale", "of_tile", "used", "silu", "interpret")
 
 
@@ -89,8 +151,7 @@ def _gated_lora(y, hidden, b, gate, *, scale: float, of_tile: tuple[int, ...] | 
     """The kernel: `of_tile` is the block of each program's columns, `used` the rows of `b` in a block."""
     parts, B, T, wide = y.shape
     R, (rank, outputs), dtype = B * T, b.shape, b.dtype
-    rows, chunk, halves = max(16, pl.next_power_of_2(R)), _chunk(used), 2 if silu else 1
-    behind = outputs if hidden is None else 0  # where x @ a begins in its array
+    rows, halves = max(16, pl.next_power_of_2(R)), 2 if silu else 1
     own_columns = outputs // halves
     width = _columns(own_columns) if of_tile is None else COLUMNS
     y, gate = y.reshape(parts, R, wide), gate.reshape(R).astype(jnp.int32)
@@ -98,48 +159,23 @@ def _gated_lora(y, hidden, b, gate, *, scale: float, of_tile: tuple[int, ...] | 
 
     def kernel(y_ref, b_ref, gate_ref, *refs):
         hidden_ref, out_ref = refs if len(refs) == 2 else (y_ref, *refs)
-        row = jnp.arange(rows)[:, None]
-        exists, at = row < R, jnp.minimum(row, R - 1)
-        own_column = pl.program_id(0) * width + jnp.arange(width)[None]
-        precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-
-        def parts_of(ref, index):
-            """All parts of some columns, in the middle: a sum over them then stays within a thread."""
-            count = ref.shape[0]
-            part = jnp.arange(pl.next_power_of_2(count))[None, :, None]
-            mask = exists[:, None] if count == part.size else exists[:, None] & (part < count)
-            return plt.load(ref.at[jnp.minimum(part, count - 1), at[:, None], index[:, None]], mask=mask, other=0)
-
-        def added(found):
-            return (found if found.shape[1] == 1 else found.astype(jnp.float32)).sum(1).astype(dtype)
-
-        def asked(half):
-            """What a half of the columns needs: everything is asked for before the first product waits for anything."""
-            column, block = half * own_columns + own_column, jnp.int32(0)
-            if of_tile is not None:
-                per_half = len(of_tile) // halves
-                block = lookup(np.array(of_tile[half * per_half : (half + 1) * per_half]), pl.program_id(0))
-            some, start = block >= 0, jnp.maximum(block, 0) * used
-            inner = [start + first + jnp.arange(chunk) for first in range(0, used, chunk)]
-            right = [plt.load(b_ref.at[i[:, None], column], mask=some, other=0) for i in inner]
-            return right, [parts_of(hidden_ref, behind + i[None]) for i in inner], parts_of(y_ref, column)
-
-        def changed(right, left, own):
-            change = sum(plt.dot(added(x), w, precision=precision) for x, w in zip(left, right, strict=True))
-            own = added(own)
-            found = (own.astype(jnp.float32) + scale * change).astype(dtype)
-            found = jnp.where(jnp.abs(found.astype(jnp.float32)) < jnp.inf, found, jnp.zeros_like(found))
-            return jnp.where(opened, found, own)
-
-        needed = [asked(half) for half in range(halves)]
-        opened = plt.load(gate_ref.at[jnp.minimum(jnp.arange(rows), R - 1)])[:, None] != 0
-        found = [changed(*each) for each in needed]
+        columns = Columns(y_ref, hidden_ref, b_ref, outputs if hidden is None else 0, R, rows, used, scale)
+        column = pl.program_id(0) * width + jnp.arange(width)[None]
+        blocks = [jnp.int32(0)] * halves
+        if of_tile is not None:
+            tables = np.array(of_tile).reshape(halves, -1)
+            blocks = [lookup(table, pl.program_id(0)) for table in tables]
+        asked = [columns.ask(half * own_columns + column, block) for half, block in enumerate(blocks)]
+        inner = [columns.ask_hidden(block) for block in blocks]
+        opened = plt.load(gate_ref.at[columns.at[:, 0]])[:, None] != 0
+        found = [columns.finish(*each, opened) for each in zip(asked, inner, strict=True)]
         out = found[0]
         if silu:
             z, value = (x.astype(jnp.float32) for x in found)
             out = (z * lax.logistic(z) * value).astype(dtype)
+        row = jnp.arange(rows)[:, None]
         # Rows that do not exist lie outside the array: interpreted stores drop these, while masked ones collide.
-        plt.store(out_ref.at[row, own_column], out, mask=exists)
+        plt.store(out_ref.at[row, column], out, mask=row < R)
 
     def whole(x):
         return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))

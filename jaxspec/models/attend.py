@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxspec.fused_attention import Implementation, causal_rows, serves
 from jaxspec.kvcache import LayerKV, Slots, write
 from jaxspec.models.decoder import Attend
-from pallas_kernels import groups_queries, rope_write, tree_attention
+from jaxspec.models.layers import product_and_hidden
+from pallas_kernels import gated_rope_write, groups_queries, rope_write, tree_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,37 @@ class PagedAttend:
         with jax.named_scope("kv_write"):
             q, *pools = rope_write.rope_write(
                 heads, *angles, *layer, *self.slots, dtype=dtype,
+                by_head=groups_queries(queries, *layer, self.page_table),
+            )  # fmt: skip
+        layer = LayerKV(*pools)
+        return self.attention(layer, q, **options), layer
+
+    def fused_with_adapter(
+        self, layer: LayerKV, x: Float[Array, "B T E"], qkv: dict, angles, **options
+    ) -> tuple[Array, LayerKV] | None:
+        """`fused` behind a projection with an adapter, whose second half is part of the kernel; None: not served.
+
+        Args:
+          layer: the layer's pools.
+          x: what is projected.
+          qkv: the projection, with ``lora``.
+          angles: from `layers.rope_angles`.
+          **options: of `attention`.
+        """
+        lora = qkv["lora"]
+        scale, gate, blocks = lora["scale"], lora["gate"], lora.get("blocks")
+        D = layer.k.shape[-1]
+        if self.fresh is not None or not (isinstance(scale, float) and rope_write.available()):
+            return None
+        if not gated_rope_write.serves(x, lora["b"], blocks, angles[0], *layer):
+            return None
+        both = product_and_hidden(x, qkv, lora["a"], lora["b"], blocks)
+        if both is None:
+            return None
+        queries = jax.ShapeDtypeStruct((*x.shape[:2], lora["b"].shape[1] // D - 2 * layer.k.shape[2], D), x.dtype)
+        with jax.named_scope("kv_write"):
+            q, *pools = gated_rope_write.gated_rope_write(
+                both, lora["b"], gate, *angles, *layer, *self.slots, scale=scale, blocks=blocks,
                 by_head=groups_queries(queries, *layer, self.page_table),
             )  # fmt: skip
         layer = LayerKV(*pools)

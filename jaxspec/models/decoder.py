@@ -164,11 +164,14 @@ def attention_in_parts(
 
     `following` is the layer that multiplies next (`layers.dense`).
     """
-    parts = dense_in_parts(x, params["qkv"], params["out"], AHEAD_OF_ATTENTION)
     options = {"scale": config.attention_scale, "window": window, "softcap": config.attention_softcap}
-    done = None
-    if hasattr(attend, "fused") and not config.qk_norm and not config.attention_gate:
-        done = attend.fused(cache, split_heads(parts, config), x.dtype, angles, **options)
+    fuses, done = hasattr(attend, "fused") and not config.qk_norm and not config.attention_gate, None
+    if fuses and "lora" in params["qkv"]:
+        done = attend.fused_with_adapter(cache, x, params["qkv"], angles, **options)
+    if done is None:
+        parts = dense_in_parts(x, params["qkv"], params["out"], AHEAD_OF_ATTENTION)
+        if fuses:
+            done = attend.fused(cache, split_heads(parts, config), x.dtype, angles, **options)
     if done is None:
         projected = add_up(parts, x.dtype)
         if config.attention_gate:

@@ -81,12 +81,20 @@ def dense_with_lora(
     if not (isinstance(scale, float) and kernels.available() and kernels.serves(x, b, silu)):
         y = gated_lora(x, dense(x, layer), a, b, scale, gate)
         return gate_values(y, "silu") if silu else y
-    if layer.keys() == {"kernel"} and not isinstance(layer["kernel"], dict):
-        both = adapted_product.adapted_product(x, layer["kernel"].astype(x.dtype), a, b, blocks)
-        if both is not None:
-            return kernels.gated_lora(both, None, b, gate, scale=scale, blocks=blocks, silu=silu)
+    both = product_and_hidden(x, layer, a, b, blocks)
+    if both is not None:
+        return kernels.gated_lora(both, None, b, gate, scale=scale, blocks=blocks, silu=silu)
     hidden = lora_shrink.lora_shrink(x, a) if lora_shrink.serves(x, a) else dense_in_parts(x, {"kernel": a})
     return kernels.gated_lora(dense_in_parts(x, layer), hidden, b, gate, scale=scale, blocks=blocks, silu=silu)
+
+
+def product_and_hidden(
+    x: Float[Array, "B T I"], layer: dict, a: Array, b: Array, blocks: np.ndarray | None
+) -> Float[Array, "parts B T O_plus_rank"] | None:
+    """x @ kernel and, behind it, x @ a, in parts; None where no kernel does both (`pallas_kernels.adapted_product`)."""
+    if not {"kernel"} <= layer.keys() <= {"kernel", "lora"} or isinstance(layer["kernel"], dict):
+        return None
+    return adapted_product.adapted_product(x, layer["kernel"].astype(x.dtype), a, b, blocks)
 
 
 def gated_lora(

@@ -60,7 +60,7 @@ def draft_passes(adapter, dtype=jnp.float32):
             tree, config, decoder.embed(tree, config, tokens), state.cache.layers, state.cache.page_table, base,
             base[:, None] + jnp.arange(4), jnp.ones(tokens.shape, bool),
         )  # fmt: skip
-        return decoder.unembed(tree, config, out.hidden), out.layers
+        return decoder.unembed(tree, config, out.hidden, exact=True), out.layers
 
     return with_adapter(adapter.tree), plain(), state.cache
 
