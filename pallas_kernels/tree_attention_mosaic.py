@@ -31,6 +31,7 @@ from pallas_kernels.tilings import Tiling
 
 AVAILABLE = hasattr(plgpu, "InterpretGPUParams")  # the API as of jax 0.11
 REDUCTION_BYTES = 0  # a row lies within one warp; Mosaic's 2 KB would keep programs of three stages from sharing an SM
+COPY_BY_WARP = False  # each warp starts the copies of some pages: a warpgroup arrives at a barrier with 128 threads a copy
 
 
 def serves(q: Array, k_pages: Array, v_pages: Array) -> bool:
@@ -147,10 +148,21 @@ def _attention(
     def fetch(i, slot, pages, *what):
         size = min(S, block)
         inside = pl.ds(0, S) if size == S else pl.ds(lax.rem(first_slot(i), jnp.int32(S)), size)
-        for source, target, ready in what:
-            for j, page in enumerate(pages):
+
+        def copy(j, page):
+            for source, target, ready in what:
                 here = target.at[slot, pl.ds(j * size, size)]
                 plgpu.copy_gmem_to_smem(source.at[page, inside, head], here, ready.at[slot])
+
+        if not COPY_BY_WARP:
+            for j, page in enumerate(pages):
+                copy(j, page)
+            return
+
+        @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
+        def _():
+            for j, page in enumerate(pages):
+                pl.when(lax.axis_index("warp") == j % 4)(functools.partial(copy, j, page))
 
     if tokens is not None:
         its_tokens = pl.ds((tile * sharing + group) * tokens, tokens)  # visibly a multiple of eight
@@ -287,7 +299,7 @@ def _attention(
             carry = lax.fori_loop(0, full, functools.partial(attend, masked=False), carry)
         acc, m, total, _ = lax.fori_loop(full, steps, functools.partial(attend, masked=True), carry)
 
-        if sharing * readers > 1 or workers > 1 or tokens is not None:  # before the ring's memory is used for anything else
+        if workers > 1 or (direct and tokens is not None):  # the ring's memory is used for something else from here on
             plgpu.barrier_arrive(drained)
             plgpu.barrier_wait(drained)
         if readers == 1:
