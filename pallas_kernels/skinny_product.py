@@ -70,6 +70,11 @@ class Tiling:
         registers = self.columns // self.consumers * tokens // 128  # of a thread, for the sums
         return registers <= 128 and tokens >= 8 * self.cluster and self.stages(tokens) >= 2
 
+    def gates(self, rows: int, inputs: int, outputs: int) -> bool:
+        """Whether the kernel can end in silu(gate) · value: of whole tiles, half of each gates and half values."""
+        halves = self.columns % (2 * UNIT * self.consumers) == 0 and self.parts(inputs, outputs).max() == 1
+        return self.fits(rows, inputs, outputs) and halves
+
     def stages(self, tokens: int) -> int:
         """Depth of the pipeline: what shared memory holds beside the results' way out, for 16-bit operands."""
         left = SMEM_BYTES - 2048 - self.consumers * 2 * min(tokens, CHUNK) * UNIT * 4
@@ -86,12 +91,14 @@ class Tiling:
 class Ahead:
     """What the product behind this one begins with: the first `units` steps of every program of `tiling`.
 
-    With `blocks` only the step of that number of every column tile, nothing of tiles that have -1.
+    With `blocks` only the step of that number of every column tile, nothing of tiles that have -1. `gated`: that product
+    is (`partial_products`).
     """
 
     tiling: Tiling
     units: int
     blocks: tuple[int, ...] | None = None
+    gated: bool = False
 
 
 def tokens_of(rows: int) -> int:
@@ -116,10 +123,13 @@ def _tiled(size: int, dtype):
     return plgpu.TilingTransform((8, span * 8 // bits)), plgpu.SwizzleTransform(span)
 
 
-def _fetch(x_hbm, w_hbms, x_smem, w_smem, full, empty, *, start, stop, tile_steps, peer, tiling, stages, tokens, behind):
+def _fetch(
+    x_hbm, w_hbms, x_smem, w_smem, full, empty, *, start, stop, tile_steps, peer, tiling, stages, tokens, gated, behind
+):  # fmt: skip
     """The producer: a ring of `stages` blocks of w and x, each refilled when all who read it are done; `behind` the last.
 
-    Column tiles behind those of the first of `w_hbms` are those of the second.
+    Column tiles behind those of the first of `w_hbms` are those of the second. Half of a tile that is `gated` are columns
+    of the first half of w, the other half the columns as far behind the middle of w.
     """
     every_row = pl.ds(start * 0, tokens)  # not a constant, which may not exceed the rows of x
 
@@ -128,10 +138,12 @@ def _fetch(x_hbm, w_hbms, x_smem, w_smem, full, empty, *, start, stop, tile_step
         inner = pl.ds(step * tiling.depth, tiling.depth)
         shared = {"collective_axes": "peer"} if tiling.cluster > 1 else {}
         first = 0
-        for w_hbm in w_hbms:
+        for i, columns in enumerate(_halves(w_hbms[0], tile * tiling.cluster + peer, tiling) if gated else ()):
+            plgpu.copy_gmem_to_smem(w_hbms[0].at[inner, columns], w_smem.at[slot, i], full.at[slot])
+        for w_hbm in () if gated else w_hbms:
             tiles = w_hbm.shape[1] // (tiling.columns * tiling.cluster)
             columns = pl.ds(((tile - first) * tiling.cluster + peer) * tiling.columns, tiling.columns)
-            copy = functools.partial(plgpu.copy_gmem_to_smem, w_hbm.at[inner, columns], w_smem.at[slot], full.at[slot])
+            copy = functools.partial(plgpu.copy_gmem_to_smem, w_hbm.at[inner, columns], w_smem.at[slot, 0], full.at[slot])
             if len(w_hbms) == 1:
                 copy()
             else:
@@ -152,6 +164,12 @@ def _fetch(x_hbm, w_hbms, x_smem, w_smem, full, empty, *, start, stop, tile_step
     lax.fori_loop(start + stages, stop, refill, None)
     behind()
     lax.fori_loop(jnp.maximum(stop - stages, start), stop, drain, None)
+
+
+def _halves(w_hbm, tile, tiling):
+    """The gates' and the values' columns of a tile."""
+    half = tiling.columns // 2
+    return pl.ds(tile * half, half), pl.ds(w_hbm.shape[1] // 2 + tile * half, half)
 
 
 def _fetch_ahead(next_hbm, ahead, *, program, programs):
@@ -182,14 +200,19 @@ def _fetch_ahead(next_hbm, ahead, *, program, programs):
         tile = lax.div(unit, jnp.int32(deep)) * tiling.cluster + lax.rem(which, jnp.int32(tiling.cluster))
         inner = pl.ds(lax.rem(unit, jnp.int32(deep)) * tiling.depth, tiling.depth)
         exists = (item < count) & (unit < total)
-        plgpu.async_prefetch(next_hbm.at[inner, pl.ds(tile * tiling.columns, tiling.columns)], predicate=exists)
+        whole = (pl.ds(tile * tiling.columns, tiling.columns),)
+        for columns in _halves(next_hbm, tile, tiling) if ahead.gated else whole:
+            plgpu.async_prefetch(next_hbm.at[inner, columns], predicate=exists)
 
     lax.fori_loop(0, pl.cdiv(count, programs), ask, None)
 
 
-def _multiply(x_smem, w_smem, out_smem, p_hbm, full, empty, *, run, start, stop, tile_steps, wg, peer, tiling, stages, tokens):
+def _multiply(
+    x_smem, w_smem, out_smem, p_hbm, full, empty, *, run, start, stop, tile_steps, wg, peer, tiling, stages, tokens, gated
+):  # fmt: skip
     """A consumer: its columns of every tile of the run, each tile's sums on their way out while the next one begins."""
-    width = tiling.columns // tiling.consumers
+    fold = 2 if gated else 1  # columns of w for one of the result
+    width = tiling.columns // tiling.consumers // fold
     mine = pl.ds(wg * width, width)
     chunk = min(tokens, CHUNK)
 
@@ -199,20 +222,25 @@ def _multiply(x_smem, w_smem, out_smem, p_hbm, full, empty, *, run, start, stop,
     def product(tile, _):
         first, last = jnp.maximum(tile * tile_steps, start), jnp.minimum((tile + 1) * tile_steps, stop)
 
-        def accumulate(acc):
+        def accumulate(*sums):
             def step(unit, _):
                 slot = slot_of(unit)
                 plgpu.barrier_wait(full.at[slot])
-                plgpu.wgmma(acc, w_smem.at[slot, :, mine].T, x_smem.at[slot].T)
+                for i, each in enumerate(sums):
+                    plgpu.wgmma(each, w_smem.at[slot, i, :, mine].T, x_smem.at[slot].T)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(empty.at[slot])
 
             lax.fori_loop(first, last, step, None)
-            return acc[...]
+            return [each[...] for each in sums]
 
-        acc = pl.run_scoped(accumulate, plgpu.ACC((width, tokens), jnp.float32)).astype(p_hbm.dtype)
+        sums = pl.run_scoped(accumulate, *[plgpu.ACC((width, tokens), jnp.float32)] * fold)
+        if gated:  # of rounded products, as they are elsewhere
+            gate, value = (each.astype(p_hbm.dtype).astype(jnp.float32) for each in sums)
+            sums = [gate / (1 + jnp.exp(-gate)) * value]
+        acc = sums[0].astype(p_hbm.dtype)
         part = run - lax.div(tile * tile_steps, jnp.int32(tiling.steps))
-        column = (tile * tiling.cluster + peer) * tiling.columns + wg * width
+        column = (tile * tiling.cluster + peer) * (tiling.columns // fold) + wg * width
         pieces = [(u, t) for u in range(0, width, UNIT) for t in range(0, tokens, chunk)]
         places = 2 if len(pieces) % 2 == 0 else 1  # the next tile begins at the first place again
         for i, (u, t) in enumerate(pieces):
@@ -228,7 +256,7 @@ def _multiply(x_smem, w_smem, out_smem, p_hbm, full, empty, *, run, start, stop,
     plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(jax.jit, static_argnames=("tiling", "dtype", "ahead", "interpret"))  # lowered once for all layers
+@functools.partial(jax.jit, static_argnames=("tiling", "dtype", "ahead", "gated", "interpret"))  # lowered once for all layers
 def partial_products(
     x: Float[Array, "R K"],
     w: Float[Array, "K N"],
@@ -238,6 +266,7 @@ def partial_products(
     beside: Float[Array, "K M"] | None = None,
     following: Float[Array, "K2 N2"] | None = None,
     ahead: Ahead | None = None,
+    gated: bool = False,
     interpret=None,
 ) -> Float[Array, "parts R N_plus_M"]:
     """x @ w in partial sums; where `tiling.parts` has fewer for a tile than for others, what lies behind is not written.
@@ -249,6 +278,7 @@ def partial_products(
       dtype: of the sums, which are added up in float32.
       beside: more weights, whose columns go on behind those of w.
       following: weights that are multiplied next, of which `ahead` is fetched into the L2 cache.
+      gated: the columns of w are gates and as many values; the result is silu(gate) · value, N / 2 columns in one part.
       interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
     (rows, inputs), weights = x.shape, (w,) if beside is None else (w, beside)
@@ -256,12 +286,16 @@ def partial_products(
     tokens = tokens_of(rows)
     if not all(tiling.fits(rows, inputs, each.shape[1]) for each in weights):
         raise ValueError(f"{tiling} does not fit a product of {rows} rows, {inputs} inputs and {outputs} outputs")
+    if gated and (beside is not None or not tiling.gates(rows, inputs, outputs)):
+        raise ValueError(f"{tiling} cannot gate a product of {inputs} inputs and {outputs} outputs, or beside another one")
     if rows > 8 and rows % 8:  # TMA splits the rows in eights, and 8 or fewer are one piece
         x = jnp.pad(x, ((0, -rows % 8), (0, 0)))
     tile_steps, parts = inputs // tiling.depth, tiling.parts(inputs, outputs)
     total = tile_steps * len(parts)
     stages, chunk = tiling.stages(tokens), min(tokens, CHUNK)
     axes = ("run", "peer") if tiling.cluster > 1 else ("run",)
+    fold = 2 if gated else 1  # columns of w for one of the result
+    wide = tiling.columns // fold
 
     programs = pl.cdiv(total, tiling.steps) * tiling.cluster
     ahead = ahead if following is not None else None
@@ -274,7 +308,7 @@ def partial_products(
         start = run * tiling.steps
         place = dict(
             start=start, stop=jnp.minimum(start + tiling.steps, total), tile_steps=tile_steps, peer=peer, tiling=tiling,
-            stages=stages, tokens=tokens,
+            stages=stages, tokens=tokens, gated=gated,
         )  # fmt: skip
 
         def behind():
@@ -293,16 +327,16 @@ def partial_products(
     clusters = {"cluster": (tiling.cluster,), "cluster_names": ("peer",)} if tiling.cluster > 1 else {}
     result = plgpu.kernel(
         product_kernel,
-        out_type=jax.ShapeDtypeStruct((int(parts.max()), x.shape[0], outputs), dtype),
+        out_type=jax.ShapeDtypeStruct((int(parts.max()), x.shape[0], outputs // fold), dtype),
         grid=(pl.cdiv(total, tiling.steps),),
         grid_names=axes[:1],
         num_threads=tiling.consumers + 1,
         thread_name="wg",
         scratch_types=(
             plgpu.SMEM((stages, tokens, tiling.depth), x.dtype, transforms=_tiled(tiling.depth, x.dtype)),
-            plgpu.SMEM((stages, tiling.depth, tiling.columns), w.dtype, transforms=_tiled(tiling.columns, w.dtype)),
+            plgpu.SMEM((stages, fold, tiling.depth, wide), w.dtype, transforms=_tiled(wide, w.dtype)),
             plgpu.SMEM((tiling.consumers, 2, chunk, UNIT), dtype, transforms=_tiled(UNIT, dtype)),
-            plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=3 if gated else 2),
             plgpu.ClusterBarrier(collective_axes=("peer",), **ring) if tiling.cluster > 1 else plgpu.Barrier(**ring),
         ),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.config import ModelConfig, RopeConfig
 from pallas_kernels import adapted_product, add_norm, device, lora_shrink
 from pallas_kernels import gated_lora as kernels
-from pallas_kernels.product import product, product_in_parts
+from pallas_kernels.product import gated_product, product, product_in_parts
 from pallas_kernels.tilings import product_parts
 
 
@@ -174,7 +174,12 @@ def gated(x: Float[Array, "*R E"], mlp: dict, name: str) -> Float[Array, "*R F"]
     if name == "silu" and "lora" in mlp["gate_up"]:
         layer = mlp["gate_up"]
         return dense_with_lora(x, {n: leaf for n, leaf in layer.items() if n != "lora"}, **layer["lora"], silu=True)
-    return gate_values(dense(x, mlp["gate_up"], mlp["down"]), name)
+    layer, following = mlp["gate_up"], following_kernel(mlp["down"], x.dtype)
+    if name == "silu" and layer.keys() == {"kernel"} and not isinstance(layer["kernel"], dict):
+        done = gated_product(x, layer["kernel"].astype(x.dtype), following)
+        if done is not None:
+            return done
+    return gate_values(dense(x, layer, mlp["down"]), name)
 
 
 def gate_values(y: Float[Array, "*R 2F"], name: str) -> Float[Array, "*R F"]:

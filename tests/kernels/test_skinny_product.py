@@ -1,5 +1,6 @@
 """The kernel for products of a few rows, interpreted; the table of measured tilings; the place where models ask for it."""
 
+import dataclasses
 import importlib.util
 import pathlib
 
@@ -69,6 +70,33 @@ def test_every_element_is_written_by_the_parts_that_are_counted():
 
 
 @needs_mosaic
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "tiling"),
+    [(20, 128, 512, (128, 64, 2, 1, 1)), (5, 128, 512, (128, 64, 4, 1, 1)), (100, 128, 1024, (256, 64, 2, 2, 2))],
+)
+def test_gates_and_values_in_one(rows, inputs, outputs, tiling, capfd):
+    x, w = operands(rows, inputs, outputs)
+    w, tiling = w / 8, KERNEL.Tiling(*tiling)
+    assert tiling.gates(rows, inputs, outputs)
+    found = KERNEL.partial_products(x, w, tiling, dtype=x.dtype, gated=True, interpret=interpreted())
+    gate, value = np.split(exact(x, w), 2, axis=1)
+    assert found.shape == (1, rows, outputs // 2)
+    np.testing.assert_allclose(np.asarray(found[0], np.float32), gate / (1 + np.exp(-gate)) * value, rtol=2e-2, atol=2e-2)
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+    few = KERNEL.partial_products(x[:3], w, dataclasses.replace(tiling, cluster=1), dtype=x.dtype, gated=True,
+                                  interpret=interpreted())  # fmt: skip
+    np.testing.assert_array_equal(few[0], found[0, :3])
+
+
+@needs_mosaic
+def test_what_cannot_gate_is_refused():
+    x, w = operands(8, 256, 512)
+    for tiling in (KERNEL.Tiling(64, 64, 4), KERNEL.Tiling(128, 64, 3)):  # no room for both halves; cut along the inputs
+        with pytest.raises(ValueError, match="cannot gate"):
+            KERNEL.partial_products(x, w, tiling, gated=True)
+
+
+@needs_mosaic
 def test_what_does_not_fit_is_refused():
     tiling = KERNEL.Tiling(128, 64, 4, 1, 2)
     assert tiling.fits(128, 256, 512)
@@ -79,6 +107,20 @@ def test_what_does_not_fit_is_refused():
     assert not KERNEL.Tiling(256, 64, 4).fits(128, 256, 512)  # 256 sums a thread
     with pytest.raises(ValueError, match="does not fit a product of 5 rows"):
         KERNEL.partial_products(*operands(5, 100, 64), KERNEL.Tiling(64, 64, 1))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("gated", [False, True])
+def test_reading_ahead_lowers_for_cuda(gated):
+    tiling = KERNEL.Tiling(256, 64, 64, 2, 2)
+    ahead = KERNEL.Ahead(KERNEL.Tiling(128, 64, 56, 2, 2) if gated else tiling, 4, gated=not gated)
+    x, w, following = (
+        jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((100, 4096), (4096, 28672), (14336, 4096) if gated else (4096, 28672))
+    )
+    run = jax.jit(lambda x, w, f: KERNEL.partial_products(x, w, tiling, following=f, ahead=ahead, gated=gated))
+    with pretend_h200():
+        text = run.trace(x, w, following).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 1
 
 
 @needs_mosaic
@@ -129,6 +171,27 @@ def test_models_take_the_kernel_where_the_table_has_it(monkeypatch):
         assert found.dtype == jnp.float32 and found.shape == (parts, 2, 3, 128)
         np.testing.assert_allclose(np.asarray(found.sum(0)), exact(x, w), rtol=1e-5, atol=1e-4)
     assert calls == [6] * 4
+
+
+@needs_mosaic
+def test_models_gate_in_the_kernel_and_read_ahead(monkeypatch):
+    calls = use_the_kernel(monkeypatch, {(8, 128, 256): (128, 64, 2, 1, 1), (8, 128, 192): (64, 64, 2, 1, 1)})
+    x, w = operands(6, 128, 256)
+    following = operands(1, 128, 192)[1]
+    mlp = {"gate_up": {"kernel": w / 8}, "down": {"kernel": following}}
+    found = layers.gated(x, mlp, "silu")
+    wanted = layers.gate_values(x @ mlp["gate_up"]["kernel"], "silu")
+    assert found.shape == (6, 128) and calls == [6]
+    np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (found, wanted)), rtol=3e-2, atol=3e-2)
+    layers.gated(x, mlp, "gelu")
+    assert calls == [6, 6]
+    derivative = jax.grad(lambda x: layers.gated(x, mlp, "silu").astype(jnp.float32).sum())(x)
+    assert derivative.shape == x.shape and bool(jnp.isfinite(derivative.astype(jnp.float32)).all())
+    assert product.ahead_of(x, following, 64 * 64 * 2 * 3) == KERNEL.Ahead(KERNEL.Tiling(64, 64, 2), 1)
+    assert product.ahead_of(x, w, 1 << 20) == KERNEL.Ahead(KERNEL.Tiling(128, 64, 2), 2, gated=True)
+    other = jnp.zeros((256, 64), x.dtype)  # XLA's: all or nothing
+    assert product.ahead_of(x, other, 1 << 20) == KERNEL.Ahead(KERNEL.Tiling(64, 128, 2), 2)
+    assert product.ahead_of(x, other, 1 << 10) is None and product.ahead_of(x, w, 0) is None
 
 
 @needs_mosaic
