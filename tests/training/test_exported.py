@@ -5,6 +5,7 @@ Only names and shapes of the published formats and papers are used here, none of
 """
 
 import json
+import types
 from pathlib import Path
 
 import jax
@@ -15,8 +16,10 @@ import pytest
 import jaxspec
 from jaxspec import train as command
 from jaxspec.conversion import convert
+from jaxspec.conversion.errors import MissingFileError
 from jaxspec.conversion.readers import open_tensors
 from jaxspec.drafters import mtp_model, uno_model
+from jaxspec.loading import demo_file
 from jaxspec.models import decoder
 from jaxspec.models.attend import causal_attend
 from tests.drafters.eagle_cases import FIXTURES
@@ -25,11 +28,13 @@ TARGET = FIXTURES / "target_llama_smallvocab"
 
 
 class Published:
-    """Tensors of a folder by name, in float64, and the arithmetic of a Llama layer over them."""
+    """Tensors by name (those of a folder, or given), in float64, and the arithmetic of a Llama layer over them."""
 
-    def __init__(self, folder: Path, config: dict, adapter: Path | None = None):
-        stored = open_tensors(folder)
-        self.w = {name: np.asarray(stored.read(name), np.float64) for name in stored.info}
+    def __init__(self, tensors: Path | dict, config: dict, adapter: Path | None = None):
+        if isinstance(tensors, Path):
+            stored = open_tensors(tensors)
+            tensors = {name: stored.read(name) for name in stored.info}
+        self.w = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
         self.c, self.lora, self.scale = config, {}, 0.0
         if adapter is not None:
             pairs, about = open_tensors(adapter), json.loads((adapter / "adapter_config.json").read_text())
@@ -143,11 +148,57 @@ def test_a_trained_uno_adapter(target, tmp_path, capsys):
     expected, clean = reference.model(tokens, gate)[1], reference.model(tokens)[1]
     assert np.abs(expected - clean)[12:].max() > 1e-2 and np.abs(expected - clean)[:12].max() == 0
 
-    draft, positions = jaxspec.load_draft(own, target, dtype=jnp.float32), jnp.arange(17)[None]
+    draft = jaxspec.load_draft(own, target, dtype=jnp.float32)
+    np.testing.assert_allclose(adapted_logits(target, draft, tokens, gate), expected, atol=1e-4)
+    np.testing.assert_allclose(in_float64(adapted_logits, target, draft, tokens, gate), expected, atol=1e-9)
+
+
+def adapted_logits(target, draft, tokens, gate):
+    """Of our target with its adapter on in the rows that `gate` names."""
+    positions = jnp.arange(len(tokens))[None]
     tree = uno_model.adapted(target.tree, draft.tree, draft.config.scale, jnp.asarray(gate)[None, :, None], draft.config)
     x = decoder.embed(target.tree, target.config, jnp.asarray(tokens)[None])
     with jax.default_matmul_precision("highest"):
         caches = (None,) * target.config.num_layers
         out = decoder.decode(tree, target.config, x, positions, causal_attend(positions), caches, ())
-        logits = decoder.unembed(target.tree, target.config, out.hidden)
-    np.testing.assert_allclose(logits[0], expected, atol=1e-4)
+        return np.asarray(decoder.unembed(target.tree, target.config, out.hidden)[0])
+
+
+def in_float64(function, target, draft, *args):
+    """The function with all parameters in float64, and float64 wherever the package asks for float32 (norms, angles, sums)."""
+
+    def doubled(params):
+        tree = jax.tree.map(lambda x: np.asarray(x, np.float64) if x.dtype == np.float32 else np.asarray(x), dict(params.tree))
+        return types.SimpleNamespace(config=params.config, tree=tree)
+
+    with jax.enable_x64(True), pytest.MonkeyPatch.context() as patch:
+        models = doubled(target), doubled(draft)
+        patch.setattr(jnp, "float32", jnp.float64)
+        return function(*models, *args)
+
+
+@pytest.mark.slow
+def test_the_shipped_uno_adapter(tmp_path):
+    """Thirty layers and logits up to 39: in float64 the same function, so what differs in float32 is rounding alone."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    try:
+        file = demo_file("smollm2-135m")
+    except MissingFileError as error:
+        pytest.skip(str(error))
+    target = jaxspec.load("smollm2-135m", dtype="float32")
+    draft = target.drafts["uno"]
+    adapter = convert(Path(draft.source), tmp_path / "published", to_hf=True, progress=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32).eval()
+    config = model.config.to_dict() | {"rope_theta": target.config.rope.theta}
+    tokens = np.array(target.tokenizer.apply_chat_template([{"role": "user", "content": "Name three rivers and one lake."}]))
+    tokens = np.append(tokens, [504, 1023, 88, 12, 77, 5, 900])  # rows of noise behind clean ones
+    gate = np.arange(len(tokens)) >= len(tokens) - 7
+    tensors = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    expected = Published(tensors, config, adapter).model(tokens, gate)[1]
+    with torch.inference_mode():
+        theirs = model(torch.tensor(tokens)[None]).logits[0].numpy()
+    rounding = np.abs(theirs - Published(tensors, config).model(tokens)[1]).max()
+    found = np.abs(adapted_logits(target, draft, tokens, gate) - expected).max()
+    assert np.abs(in_float64(adapted_logits, target, draft, tokens, gate) - expected).max() < 1e-9
+    assert found < 1e-4 and found < 4 * rounding, (found, rounding)  # torch's float32, without an adapter, is as far off
