@@ -29,7 +29,7 @@ from pallas_kernels.inflight import WORD, inflight_words, last_slot
 from pallas_kernels.mosaic_merge import LOG2E, MASKED, WARPGROUP_ROWS, Exchange, divide, give, join, merge, over
 from pallas_kernels.tilings import Tiling
 
-AVAILABLE = hasattr(plgpu, "InterpretGPUParams")  # the API as of jax 0.11
+AVAILABLE = hasattr(plgpu, "InterpretGPUParams") and hasattr(plgpu, "cluster_ref")  # the API as of jax 0.11.2
 REDUCTION_BYTES = 0  # a row lies within one warp; Mosaic's 2 KB would keep programs of three stages from sharing an SM
 COPY_BY_WARP = False  # each warp starts the copies of some pages: a warpgroup arrives at a barrier with 128 threads a copy
 

@@ -1,6 +1,10 @@
 """The attention contract: kernels interpreted on the CPU against the float32 reference, and the choice of a back end."""
 
 import importlib
+import json
+import pathlib
+import subprocess
+import sys
 import warnings
 
 import jax
@@ -16,6 +20,7 @@ entry = importlib.import_module("pallas_kernels.tree_attention")  # the name in 
 MOSAIC = entry._mosaic()
 needs_mosaic = pytest.mark.skipif(MOSAIC is None, reason="the Mosaic GPU kernel needs jax >= 0.11")
 SMALL = Tiling(split=64, block=32, rows=16)
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def run(arguments, options, **more):
@@ -111,6 +116,19 @@ def test_mosaic(case, capfd):
     )  # fmt: skip
     assert row_error(got, want) <= TOLERANCE["bfloat16"]
     assert "RACE DETECTED" not in "".join(capfd.readouterr())  # how the interpreter reports one
+
+
+@needs_mosaic
+def test_mosaic_workers_add_up():
+    """Warpgroups and programs that share the slots of the same rows, each idle or not: the same result, and no race."""
+    command = [sys.executable, "-m", "tests.kernels.interpreted_clusters"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "RACE DETECTED" not in done.stdout + done.stderr
+    errors = json.loads(done.stdout.splitlines()[-1])
+    assert len(errors) >= 5
+    for name, error in errors:
+        assert error <= TOLERANCE["bfloat16"], name
 
 
 LLAMA = dict(H=32, K=8, Dk=128, Dv=128, B=1, N=64, lengths=(900,))
