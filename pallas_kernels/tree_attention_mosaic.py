@@ -50,10 +50,12 @@ def tile_tokens(G: int, Dv: int) -> int | None:
     return WARPGROUP_ROWS // G if WARPGROUP_ROWS % (8 * G) == 0 and Dv % 128 == 0 else None
 
 
-def _tiled(size: int):
-    """How a [rows, size] block of 16-bit floats lies in shared memory: swizzled in 128 bytes, or 64."""
-    columns = 64 if size % 64 == 0 else 32
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+def _tiled(shape: tuple, dtype):
+    """Shared memory for blocks [..., rows, size]: in tiles of eight rows by one span of the swizzle, of 128 bytes at most."""
+    bits = jnp.dtype(dtype).itemsize * 8
+    span = plgpu.find_swizzle(shape[-1] * bits)
+    transforms = (plgpu.TilingTransform((8, span * 8 // bits)), plgpu.SwizzleTransform(span)) if span >= 32 else ()
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def _attention(
@@ -432,20 +434,20 @@ def tree_attention(
         grid=(B, splits, tiles, K),  # heads fastest: the programs that share a page run together
         grid_names=("batch", "split", "tile", "kv_head"),
         scratch_types=(
-            plgpu.SMEM((sharing, WARPGROUP_ROWS, Dk), q.dtype, transforms=_tiled(Dk)),
+            _tiled((sharing, WARPGROUP_ROWS, Dk), q.dtype),
             plgpu.RefUnion(
                 (
-                    plgpu.SMEM((readers * stages, block, Dk), q.dtype, transforms=_tiled(Dk)),
-                    plgpu.SMEM((readers * stages, block, Dv), q.dtype, transforms=_tiled(Dv)),
+                    _tiled((readers * stages, block, Dk), q.dtype),
+                    _tiled((readers * stages, block, Dv), q.dtype),
                 ),
                 (
-                    (plgpu.SMEM((WARPGROUP_ROWS, Dv), f32), rows_type, rows_type) if readers > 1 else (),
-                    plgpu.SMEM((sharing, WARPGROUP_ROWS, Dv // cluster), q.dtype),
-                    [plgpu.SMEM((WARPGROUP_ROWS, Dv // cluster), f32) for _ in range(cluster if cluster > 1 else 0)],
+                    (_tiled((WARPGROUP_ROWS, Dv), f32), rows_type, rows_type) if readers > 1 else (),
+                    _tiled((sharing, WARPGROUP_ROWS, Dv // cluster), q.dtype),
+                    [_tiled((WARPGROUP_ROWS, Dv // cluster), f32) for _ in range(cluster if cluster > 1 else 0)],
                     rows_type,
                 ),
             ),
-            plgpu.SMEM((warpgroups, WARPGROUP_ROWS, block), q.dtype, transforms=_tiled(block)) if interpret else None,
+            _tiled((warpgroups, WARPGROUP_ROWS, block), q.dtype) if interpret else None,
             plgpu.Barrier(num_arrivals=1 if tokens is None else G, num_barriers=sharing),
             plgpu.Barrier(num_arrivals=pieces, num_barriers=readers * stages),
             plgpu.Barrier(num_arrivals=pieces, num_barriers=readers * stages),
