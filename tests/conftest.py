@@ -1,23 +1,13 @@
 """Shared by all tests: jaxspec's core signatures check shapes and types while tests run."""
 
-import importlib.metadata
+import tests.fast_compile  # noqa: F401, I001  before jax
+
+import gc
 import importlib.util
-import os
 
-# Most of the suite's time goes into compiling tiny programs: LLVM's optimiser would be a third of that and changes no result,
-# a module per thread costs more than two cores give back, and the fusion emitters of jaxlib 0.10 (0.11 knows no others) take
-# three times as long as the ones before them.
-FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    FLAGS += " --xla_cpu_use_fusion_emitters=false"
-os.environ.setdefault("XLA_FLAGS", FLAGS)
-os.environ.setdefault("JAXSPEC_COMPILATION_CACHE", "0")
-
-import gc  # noqa: E402
-
-import jax  # noqa: E402
-import pytest  # noqa: E402
-from jaxtyping import install_import_hook  # noqa: E402
+import jax
+import pytest
+from jaxtyping import install_import_hook
 
 CHECKED = ("jaxspec.sampling", "jaxspec.verify", "jaxspec.tree", "jaxspec.kvcache")
 

@@ -20,6 +20,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 def check(folder: Path) -> tuple[bool, str]:
     """Whether a case may pass, and what its line says behind the name."""
+    import tests.fast_compile  # noqa: F401, I001  before jax
     import jax
 
     from tests.parity.checks import find_check
