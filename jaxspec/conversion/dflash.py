@@ -6,7 +6,6 @@ The variant is chosen from the tensors; the configuration file must agree, and s
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.conversion import hf
 from jaxspec.conversion.eagle import agree, check_draft_ids, offsets, tensor_names
 from jaxspec.conversion.errors import ConversionError
-from jaxspec.conversion.hf_config import get, main_rope, need, read_json, windows_of
+from jaxspec.conversion.hf_config import get, is_named, main_rope, need, published, read_json, windows_of
 from jaxspec.conversion.mapping import COPY, TRANSPOSE, Ignored, Rule
 from jaxspec.conversion.readers import TensorInfo, TensorSource, open_tensors
 from jaxspec.drafters.dflash_config import DFlashConfig, check_target, default_taps
@@ -35,16 +34,10 @@ DEFAULT_BLOCK = {True: 7, False: 16}
 
 def matches(folder: Path) -> bool:
     """Whether a folder holds a block draft: by its class name, its configuration, or tensors that only such drafts have."""
-    if not folder.is_dir() or not (folder / "config.json").exists():
+    raw = published(folder)
+    if raw is None:
         return False
-    try:
-        raw = json.loads((folder / "config.json").read_text())
-    except ValueError:
-        return False
-    if not isinstance(raw, dict) or "jaxspec_format" in raw:
-        return False
-    named = [str(a) for a in raw.get("architectures") or ()]
-    if any(part in name for name in named for part in ARCHITECTURES) or "dflash_config" in raw or "dspark_config" in raw:
+    if is_named(raw, ARCHITECTURES) or "dflash_config" in raw or "dspark_config" in raw:
         return True
     if str(raw.get("speculators_model_type")) in ("dflash", "dspark"):
         return True

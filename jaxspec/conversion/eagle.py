@@ -6,7 +6,6 @@ The variant is chosen from the tensors; the configuration file must agree, and s
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import warnings
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ import numpy as np
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.conversion import hf
 from jaxspec.conversion.errors import ConversionError, MissingFileError
-from jaxspec.conversion.hf_config import get, main_rope, need, read_json, windows_of
+from jaxspec.conversion.hf_config import get, is_named, main_rope, need, published, read_json, windows_of
 from jaxspec.conversion.mapping import COPY, TRANSPOSE, Ignored, Rule, Transform
 from jaxspec.conversion.readers import TensorSource, open_tensors
 from jaxspec.drafters.eagle_config import EagleConfig, check_target, default_taps
@@ -40,16 +39,10 @@ def tensor_names(folder: Path) -> set[str]:
 
 def matches(folder: Path) -> bool:
     """Whether a folder holds an EAGLE head: by its class name, or by tensors that only such heads have."""
-    if not folder.is_dir() or not (folder / "config.json").exists():
+    raw = published(folder)
+    if raw is None:
         return False
-    try:
-        raw = json.loads((folder / "config.json").read_text())
-    except ValueError:
-        return False
-    if not isinstance(raw, dict) or "jaxspec_format" in raw:
-        return False
-    named = [str(a) for a in raw.get("architectures") or ()]
-    if any(part in name for name in named for part in ARCHITECTURES):
+    if is_named(raw, ARCHITECTURES):
         return True
     names = tensor_names(folder)
     first = {n.split(".", 2)[2] for n in names if n.startswith("layers.0.")}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,20 @@ def read_json(file: Path) -> dict:
     if not isinstance(data, dict):
         raise ConversionError(f"{file} holds a {type(data).__name__}, expected a JSON object")
     return data
+
+
+def published(folder: Path) -> dict | None:
+    """``config.json`` of a folder in a published format; None where there is none, and for a folder that jaxspec converted."""
+    try:
+        raw = read_json(folder / "config.json")
+    except (ConversionError, MissingFileError):
+        return None
+    return None if "jaxspec_format" in raw else raw
+
+
+def is_named(raw: dict, parts: Sequence[str]) -> bool:
+    """Whether one of the class names in ``architectures`` has one of these parts."""
+    return any(part in str(name) for name in raw.get("architectures") or () for part in parts)
 
 
 def need(raw: dict, key: str) -> Any:

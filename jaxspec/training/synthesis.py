@@ -305,7 +305,9 @@ def synthesise(
 
     config, tokenizer = target.config, target.tokenizer
     if options.length > config.max_positions:
-        raise ConfigError(f"length={options.length} exceeds the target's context of {config.max_positions}")
+        raise ConfigError(
+            f"--length {options.length} exceeds the target's context: it must be at most {config.max_positions} positions"
+        )
     if prompts is not None and tokenizer is None:
         raise ConfigError("prompts are texts: the target needs a tokenizer")
     script = script_of(tokenizer, config)
