@@ -95,16 +95,30 @@ def triton_tiling(problem: Problem) -> Tiling:
     return Tiling(problem.split(64), max(32, 64 // problem.width), rows=64, num_warps=4, num_stages=3)
 
 
+MOST_PEERS = 1  # programs of a cluster, up to 8 on any chip with clusters; 1: Mosaic's splits are merged by a second kernel
+
+
 def mosaic_tiling(problem: Problem) -> Tiling:
     """The Mosaic kernel's tiling.
 
-    Two stages, so that two programs of one warpgroup share a multiprocessor and hide each other's waits: at 8k x 8,
-    103 us against 127 with three stages, which no longer fit twice.
+    One kernel if the programs are few: then the slots of the same rows are dealt out among two warpgroups a program and the
+    programs of a cluster. Otherwise splits, and two stages, so that two programs of one warpgroup share a multiprocessor.
     """
     if problem.rows > PREFILL:
         return Tiling(0, 64, rows=64 if problem.width > 1 else 128, num_stages=2)
+    pieces = problem.groups * -(-problem.rows // 64)
+    if MOST_PEERS > 1 and pieces <= MULTIPROCESSORS // 2:
+        readers, cluster = 2 if problem.width == 1 else 1, 1
+        while (
+            cluster < MOST_PEERS
+            and 2 * cluster * pieces <= MULTIPROCESSORS
+            and 2 * cluster * readers * 64 <= problem.num_slots  # a block each
+            and problem.value_dim % (16 * cluster) == 0  # whole eights of channels each
+        ):
+            cluster *= 2
+        return Tiling(0, 64, rows=64, num_stages=3 if problem.width == 1 else 2, readers=readers, cluster=cluster)
     # Two warpgroups that share their keys and values only pay where reading them once per 64 rows loads the L2 cache.
-    narrow = problem.width > 1 or problem.groups * -(-problem.rows // 64) <= MULTIPROCESSORS
+    narrow = problem.width > 1 or pieces <= MULTIPROCESSORS
     if not narrow:
         return Tiling(problem.split(128), 64, rows=128, num_stages=3)
     split = problem.split(64)

@@ -243,8 +243,8 @@ def ncu_part(rows: Rows, out: pathlib.Path):
 def pick(every: list[dict]) -> list[tuple[float, str]]:
     """Which kind of tiling serves 16 rows best: (geometric mean of the shares of the floor, kind), best first.
 
-    A kind is all of a tiling but its split, which is the best one tried at each point; only kinds that were measured at all
-    points of 16 rows and a target share count.
+    A kind is all of a tiling but its split and the size of its clusters, which are the best ones tried at each point; only
+    kinds that were measured at all points of 16 rows and a target share count.
     """
     points = [point for point in TARGETS if point[0] == 16 and point[1] > 512]
     best: dict = {}
@@ -252,7 +252,9 @@ def pick(every: list[dict]) -> list[tuple[float, str]]:
         words = row["name"].split(" ")
         point = row.get("T"), row.get("context"), row.get("batch")
         if "share" in row and point in points and len(words) == 5 and "/" in words[4]:
-            shares = best.setdefault(f"{words[3]} -/{words[4].split('/', 1)[1]}", {})
+            numbers = [*words[4].split("/")[1:], *"11"][:6]
+            way = "in clusters" if numbers[5] != "1" else "alone"
+            shares = best.setdefault(f"{words[3]} -/{'/'.join(numbers[:5])} {way}", {})
             shares[point] = max(shares.get(point, 0.0), row["share"])
     means = [(math.prod(s.values()) ** (1 / len(points)), kind) for kind, s in best.items() if len(s) == len(points)]
     return sorted(means, reverse=True)

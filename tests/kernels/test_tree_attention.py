@@ -198,6 +198,10 @@ def test_unserved_backend_by_name_is_an_error():
 def test_tiling_is_checked():
     with pytest.raises(ValueError, match="multiple of 32"):
         Tiling(split=100, block=64)
+    with pytest.raises(ValueError, match="cluster 1, 2, 4, 8 or 16"):
+        Tiling(0, cluster=3)
+    with pytest.raises(ValueError, match="at most 64 rows"):
+        Tiling(0, rows=128, readers=2)
 
 
 def problem(T, L, B, heads=(4, 8), head_dim=128, itemsize=2):
@@ -219,9 +223,25 @@ def test_short_tables_are_split_only_for_few_programs(T, B):
 def test_long_tables_fill_the_chip(L, B, table):
     for T in (1, 16, 64):
         tiling = table(problem(T, L, B))
-        programs = B * 8 * -(-T * 4 // tiling.rows) * -(-L // tiling.split)
-        assert programs >= 66  # half of the multiprocessors
-        assert tiling.split >= 256
+        workers = (
+            B * 8 * -(-T * 4 // tiling.rows) * (-(-L // tiling.split) if tiling.split else tiling.readers * tiling.cluster)
+        )
+        assert workers >= 66  # half of the multiprocessors
+        assert tiling.split == 0 or tiling.split >= 256
+
+
+@pytest.mark.parametrize(
+    "T, L, B, want", [(16, 8192, 1, (2, 8)), (16, 8192, 8, (2, 2)), (64, 576, 1, (2, 4)), (64, 8192, 8, (1, 1))]
+)
+def test_few_programs_form_clusters(T, L, B, want, monkeypatch):
+    """As many programs as multiprocessors, each of two warpgroups with slots of their own, if their sums stay in one kernel."""
+    monkeypatch.setattr(tilings, "MOST_PEERS", 8)
+    tiling = tilings.mosaic_tiling(problem(T, L, B))
+    assert (tiling.readers, tiling.cluster) == want
+    for D in (96, 256):  # eight channels at least for every program
+        tiling = tilings.mosaic_tiling(problem(T, L, 1, head_dim=D))
+        assert D % (8 * tiling.cluster) == 0
+        assert tiling.readers * tiling.num_stages * tiling.block * 4 * D + 128 * D <= 224 * 1024  # shared memory
 
 
 def test_prefill_chunks_are_not_split():
