@@ -165,16 +165,14 @@ def convolve(x: Float[Array, "B T E"], kernel: Float[Array, "B T taps E"]) -> Fl
     return out
 
 
-def block_layer(
+def convolved_layer(
     x: Float[Array, "B T E"], p: dict, config: DFlashConfig, window: int | None, angles, attend: Attend, cache: Any
 ) -> tuple[Float[Array, "B T E"], Any]:
-    """One pre-norm layer over the slots of a block; DFlash2 convolves the input and the output of both sub-layers."""
+    """One pre-norm layer of DFlash2 over the slots of a block: the input and the output of both sub-layers are convolved."""
     c = config.layers
 
     def sublayer(name: str, norm: str, function):
         z = rms_norm(x, p[norm], c.norm_eps)
-        if not config.conv_kernel:
-            return function(z)
         before, after = dynamic_kernels(p[f"{name}_conv"], z, config)
         y, extra = function(convolve(z, before))
         return convolve(y, after), extra
@@ -208,9 +206,12 @@ def run_block(
       caches: what they thread through.
       windows: attention window of each layer.
     """
+    if not config.conv_kernel:
+        windowed = replace(config.layers, windows=tuple(windows))
+        return decoder.run_layers(params, windowed, x, positions, attends, caches)[1:]
     angles, updated = decoder.layer_angles(config.layers, positions), []
     for i in range(config.layers.num_layers):
-        x, cache = block_layer(x, params["layers"][str(i)], config, windows[i], angles[i], attends[i], caches[i])
+        x, cache = convolved_layer(x, params["layers"][str(i)], config, windows[i], angles[i], attends[i], caches[i])
         updated.append(cache)
     return rms_norm(x, params["final_norm"], config.layers.norm_eps), tuple(updated)
 

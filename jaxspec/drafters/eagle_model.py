@@ -18,7 +18,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.drafters.eagle_config import EagleConfig
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Attend
-from jaxspec.models.layers import dense, gated_mlp, rms_norm
+from jaxspec.models.layers import add_and_norm, add_up, dense, gated_mlp_in_parts, rms_norm
 
 
 def param_shapes(config: EagleConfig) -> dict:
@@ -141,10 +141,12 @@ def step(
             x = normed if config.norm_before_residual else hidden
         else:
             x = mixed = dense(jnp.concatenate([embedding, hidden], -1), params["fc"])
-        y, cache = decoder.attention_block(mixed, p["attention"], c, windows[0], angles[0], attend, caches[0])
-        x, updated = x + y, [cache]
+        inputs = (mixed, p["attention"], c, windows[0], angles[0], attend, caches[0])
+        parts, cache = decoder.attention_in_parts(*inputs, following=p["mlp"]["gate_up"])
+        updated = [cache]
     with jax.named_scope("mlp"):
-        x = x + gated_mlp(norm(x, "mlp_norm"), p["mlp"], c.activation)
+        x, normed = add_and_norm(x, parts, p["mlp_norm"], c.norm_eps)
+        x = x + add_up(gated_mlp_in_parts(normed, p["mlp"], c.activation), x.dtype)
     windowed = dataclasses.replace(c, windows=windows)
     for i in range(1, c.num_layers):
         x, cache = decoder.decoder_layer(x, params["layers"][str(i)], windowed, i, angles[i], attend, caches[i])

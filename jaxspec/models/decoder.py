@@ -271,18 +271,31 @@ def decode(
       rows: those whose final hidden state is wanted, None for all: of the others the last layer makes keys and values alone.
         No tap may lie behind that layer then.
     """
+    stream, hidden, updated = run_layers(params, config, x, positions, [attend] * config.num_layers, layers, rows)
+    tapped = [hidden if t == FINAL_NORM else stream[t] for t in taps]
+    return Output(hidden, jnp.concatenate(tapped, -1) if tapped else None, updated)
+
+
+def run_layers(
+    params: dict, config: ModelConfig, x: Float[Array, "B T E"], positions: Int[Array, "B T"], attends: Sequence[Attend],
+    caches: Sequence[Any], rows: Int[Array, "B R"] | None = None,
+) -> tuple[list[Array], Float[Array, "B T E"], tuple]:  # fmt: skip
+    """All layers and the final norm, each layer with its own `Attend`; arguments as for `decode`.
+
+    Returns:
+      The residual stream entering every layer and leaving the last, the final norm's output, the caches.
+    """
     angles = layer_angles(config, positions)
-    stream, updated = [x], []
     every = [params["layers"][str(i)] for i in range(config.num_layers)]
+    stream, updated = [x], []
     hidden = rms_norm(x, every[0]["input_norm"], config.norm_eps, config.norm_plus_one)
     for i, layer in enumerate(every):
         last = i == config.num_layers - 1
         following = None if last else every[i + 1]["attention"].get("qkv")
         kept = rows if last else None
-        x, parts, cache = layer_in_parts(x, hidden, layer, config, i, angles[i], attend, layers[i], kept, following)
+        x, parts, cache = layer_in_parts(x, hidden, layer, config, i, angles[i], attends[i], caches[i], kept, following)
         norm = params["final_norm"] if last else every[i + 1]["input_norm"]
         x, hidden = add_and_norm(x, parts, norm, config.norm_eps, config.norm_plus_one)
         stream.append(x)
         updated.append(cache)
-    tapped = [hidden if t == FINAL_NORM else stream[t] for t in taps]
-    return Output(hidden, jnp.concatenate(tapped, -1) if tapped else None, tuple(updated))
+    return stream, hidden, tuple(updated)
