@@ -7,12 +7,14 @@ import pytest
 
 from jaxspec.models import layers
 from jaxspec.models.layers import apply_rope
-from pallas_kernels import kv_write
+from pallas_kernels import adapted_product, kv_write
 from pallas_kernels.gated_lora import gated_lora
+from pallas_kernels.gated_rope_write import gated_rope_write
 from pallas_kernels.kv_commit import kv_write_layers
 from pallas_kernels.lora_shrink import lora_shrink, serves
 from pallas_kernels.rope_write import rope_write
 from pallas_kernels.top_k import top_k
+from tests.kernels.test_gated_rope_write import case as gated_case
 from tests.kernels.test_rope_write import arguments
 
 
@@ -75,6 +77,55 @@ def test_gated_lora_by_blocks(rows, rank):
     change = np.asarray(hidden.sum(0).astype(jnp.bfloat16), np.float32) @ np.asarray(b, np.float32)
     wanted = np.asarray(y[0], np.float32) + np.where(gate, 2 * change, 0)
     np.testing.assert_allclose(np.asarray(found, np.float32), wanted, rtol=2e-2, atol=4e-2)
+
+
+@pytest.mark.parametrize("case", adapted_product.TILINGS)
+def test_a_product_with_its_adapter(case):
+    """Both products in one kernel, then the gate; rows do not depend on how many there are; closed ones not on the adapter."""
+    inputs, outputs, rank = case
+    count = {384: 3, 256: 2, 128: 1}[rank]
+    patterns = {
+        3: np.tile(np.repeat([0, 0, 0, 0, 1, 2], 128), 8),
+        2: np.repeat([0, 1], outputs // 2),
+        1: np.zeros(outputs, int),
+    }
+    blocks, silu = patterns[count], count == 2
+    keys = jax.random.split(jax.random.key(2), 4)
+    x = jax.random.normal(keys[0], (1, 16, inputs)).astype(jnp.bfloat16)
+    w, a = ((jax.random.normal(k, (inputs, n)) / inputs**0.5).astype(jnp.bfloat16) for k, n in zip(keys[1:], (outputs, rank)))
+    b = jax.random.normal(keys[3], (rank, outputs)) * (np.repeat(range(count), 128)[:, None] == blocks) / 128**0.5
+    b, gate = b.astype(jnp.bfloat16), (jnp.arange(16) % 5 > 0)[None, :, None]
+
+    @jax.jit
+    def run(x, b, gate):
+        both = adapted_product.adapted_product(x, w, a, b, blocks)
+        return both.astype(jnp.float32).sum(0), gated_lora(both, None, b, gate, scale=2.0, blocks=blocks, silu=silu)
+
+    both, found = run(x, b, gate)
+    x32, w32, a32, b32 = (np.asarray(each, np.float32) for each in (x, w, a, b))
+    own, hidden = x32[0] @ w32, x32[0] @ a32
+    np.testing.assert_allclose(both[0], np.concatenate([own, hidden], 1), rtol=2e-2, atol=2e-2)
+    wanted = own + np.where(gate[0], 2 * np.asarray(jnp.asarray(hidden, jnp.bfloat16), np.float32) @ b32, 0)
+    if silu:
+        half = outputs // 2
+        wanted = np.asarray(jax.nn.silu(wanted[:, :half])) * wanted[:, half:]
+    np.testing.assert_allclose(np.asarray(found[0], np.float32), wanted, rtol=4e-2, atol=6e-2)
+    np.testing.assert_array_equal(run(x[:, :7], b, gate[:, :7])[1], found[:, :7])
+    base = run(x, b, jnp.zeros_like(gate))[1]
+    np.testing.assert_array_equal(run(x, jnp.zeros_like(b), gate)[1], base)
+    np.testing.assert_array_equal(np.asarray(found)[~np.asarray(gate)[..., 0]], np.asarray(base)[~np.asarray(gate)[..., 0]])
+
+
+@pytest.mark.parametrize(("B", "T", "parts"), [(1, 8, 1), (1, 16, 1), (2, 7, 2), (4, 16, 1)])
+def test_gated_rope_write(B, T, parts):
+    y, b, gate, *rest, blocks = gated_case(B, T, 8, 4, 128, jnp.bfloat16, rank=256, parts=parts)
+    b = b / 16
+    found = jax.jit(lambda *args: gated_rope_write(*args, scale=2.0, blocks=blocks))(y, b, gate, *rest)
+    columns = b.shape[1]
+    heads = jax.jit(lambda *args: gated_lora(*args, scale=2.0, blocks=blocks))(y[..., :columns], y[..., columns:], b, gate)
+    wanted = jax.jit(lambda *args: rope_write(*args, dtype=jnp.bfloat16))(heads.reshape(1, B, T, 8, 6, 128), *rest)
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize(("rows", "size", "k"), [(64, 32000, 8), (1, 128256, 4), (8, 151936, 16)])
