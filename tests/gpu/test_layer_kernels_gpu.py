@@ -92,14 +92,18 @@ def test_a_product_with_its_adapter(case):
     blocks, silu = patterns[count], count == 2
     keys = jax.random.split(jax.random.key(2), 4)
     x = jax.random.normal(keys[0], (1, 16, inputs)).astype(jnp.bfloat16)
-    w, a = ((jax.random.normal(k, (inputs, n)) / inputs**0.5).astype(jnp.bfloat16) for k, n in zip(keys[1:], (outputs, rank)))
+    w, a = (jax.random.normal(k, (inputs, n)) / inputs**0.5 for k, n in ((keys[1], outputs), (keys[2], rank)))
+    w, a = w.astype(jnp.bfloat16), a.astype(jnp.bfloat16)
     b = jax.random.normal(keys[3], (rank, outputs)) * (np.repeat(range(count), 128)[:, None] == blocks) / 128**0.5
     b, gate = b.astype(jnp.bfloat16), (jnp.arange(16) % 5 > 0)[None, :, None]
 
     @jax.jit
-    def run(x, b, gate):
+    def joined(x, w, a, b, gate):
         both = adapted_product.adapted_product(x, w, a, b, blocks)
         return both.astype(jnp.float32).sum(0), gated_lora(both, None, b, gate, scale=2.0, blocks=blocks, silu=silu)
+
+    def run(x, b, gate):
+        return joined(x, w, a, b, gate)
 
     both, found = run(x, b, gate)
     x32, w32, a32, b32 = (np.asarray(each, np.float32) for each in (x, w, a, b))
