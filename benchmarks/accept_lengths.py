@@ -78,7 +78,9 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--json", type=Path, help="file of results: read, completed, rewritten after every group")
     p.add_argument("--table", nargs="+", type=Path, metavar="JSON", help="print results as Markdown and measure nothing")
-    p.add_argument("--join", nargs="+", type=Path, metavar=("OUT", "JSON"), help="add the rows of files to OUT, shares joined")
+    p.add_argument(
+        "--join", nargs="+", type=Path, metavar=("OUT", "JSON"), help="add rows to OUT: shares joined, the last of each counts"
+    )
     p.add_argument("--write-measured", nargs="+", type=Path, metavar=("OUT", "JSON"), help="write the automatic choice's table")
     p.add_argument(
         "--overlap", nargs="+", type=Path, metavar="ROWS", help="count training rows that share 13 tokens with a prompt"
@@ -214,6 +216,16 @@ def overlap(args) -> int:
     return 1 if worst else 0
 
 
+def command_line(words: list[str]) -> list[str]:
+    """The options as a row quotes them: without the places of files and the number of a share."""
+    shown, places = [], {"--data": "DATA", "--share": "I", "--json": None, "--turns": None}
+    for before, word in zip(["", *words], words, strict=False):
+        word = places.get(before, word)
+        if word is not None and places.get(word, word) is not None:
+            shown.append(f'"{word}"' if " " in word else word)
+    return shown
+
+
 def read_all(paths: list[Path]) -> list[dict]:
     """The rows of several files."""
     return [row for path in paths for row in accept_report.read(path)]
@@ -223,15 +235,13 @@ def main(arguments: list[str] | None = None) -> int:
     p = parser()
     args = p.parse_args(arguments)
     words = sys.argv[1:] if arguments is None else arguments
-    words = ["DATA" if before == "--data" else word for before, word in zip(["", *words], words, strict=False)]
-    words = ["I" if before == "--share" else word for before, word in zip(["", *words], words, strict=False)]
-    args.shown = [f'"{word}"' if " " in word else word for word in words]
+    args.shown = command_line(words)
     if args.table:
         print(accept_report.table(read_all(args.table)))
         return 0
     if args.join:
         out, *sources = args.join
-        write_json(out, accept_report.replaced(accept_report.read(out), accept_report.joined(read_all(sources))))
+        write_json(out, accept_report.completed([*accept_report.read(out), *accept_report.joined(read_all(sources))]))
         return 0
     if args.write_measured:
         out, *sources = args.write_measured

@@ -25,6 +25,11 @@ KEY = (
     "asked_timed",
 )
 """What makes a figure another figure."""
+SPEED = {
+    "asked_timed", "timed_prompts", "plain_tokens_per_second", "tokens_per_second", "speedup", "median_speedup",
+    "plain_round_ms", "round_ms", "timed_accept_length", "repeats", "same_tokens", "shares", "timed_command",
+}  # fmt: skip
+"""What a row says of speed."""
 TITLES = {"mt_bench": "MT-Bench", "gsm8k": "GSM8K", "humaneval": "HumanEval"}
 
 
@@ -97,6 +102,30 @@ def join_shares(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return kept
 
 
+def completed(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each head, tree, set and temperature on a device: the last that was measured.
+
+    Accept lengths over many prompts (``asked_prompts``) and speeds over a few may come from two runs: a row of the first
+    kind gets the speed of the second, and its command as ``timed_command``.
+    """
+    lengths, speeds, order = {}, {}, {}
+    for row in rows:
+        name = tuple(row[part] for part in KEY if not part.startswith("asked"))
+        order[name] = None
+        if row["asked_prompts"]:
+            lengths[name] = row
+        if "speedup" in row:
+            speeds[name] = row
+    found = []
+    for name in order:
+        row, timed = lengths.get(name), speeds.get(name)
+        if row is not None and timed is not None and timed is not row:
+            own = {"timed_command": timed["command"]} | {key: value for key, value in timed.items() if key in SPEED}
+            row = {key: value for key, value in row.items() if key not in SPEED} | own
+        found.append(timed if row is None else row)
+    return found
+
+
 def cell(row: dict[str, Any] | None) -> str:
     """Accept length and, where it was timed, speed-up."""
     if row is None:
@@ -116,16 +145,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         heads = [f"{TITLES.get(s, s)}, {'greedy' if t == 0 else f'temperature {t:g}'}" for s, t in columns]
         lines = [f"| draft | {' | '.join(heads)} |", "|---" * (1 + len(columns)) + "|"]
         for name in dict.fromkeys(r["row"] for r in here):
-            mine = sorted((r for r in here if r["row"] == name), key=num_timed)
-            cells = {(r["set"], r["temperature"]): r for r in mine}
+            cells = {(r["set"], r["temperature"]): r for r in here if r["row"] == name}
             lines.append(f"| `{name}` | {' | '.join(cell(cells.get(c)) for c in columns)} |")
         parts.append("\n".join([f"{device[1]}, {device[2]}: {described(here)}", "", *lines]))
     return "\n\n".join(parts)
-
-
-def num_timed(row: dict[str, Any]) -> int:
-    """Prompts that its speed comes from: of two measurements of the same thing the larger one is shown."""
-    return row.get("timed_prompts", 0)
 
 
 def described(rows: Sequence[dict[str, Any]]) -> str:
@@ -155,13 +178,15 @@ def span(numbers: Iterable[int]) -> str:
 def measured(rows: Iterable[dict[str, Any]], prompt_set: str = "mt_bench") -> dict[str, Any]:
     """The table of `jaxspec.drafters.measured`, from the timed greedy rows of one prompt set.
 
+    Of rows that several machines of a platform measured, the one over the most prompts counts.
+
     Raises ConfigError when there are none.
     """
     chosen = [r for r in rows if r["set"] == prompt_set and r["temperature"] == 0 and "speedup" in r and r["head_id"]]
     if not chosen:
         raise ConfigError(f"no head was timed greedily on {prompt_set}: run with --timed-prompts and temperature 0")
-    best = {(r["model"], r["row"], r["head_id"], r["platform"], r["dtype"]): r for r in sorted(chosen, key=num_timed)}
-    chosen = [r for r in chosen if r in best.values()]
+    chosen.sort(key=lambda r: r["timed_prompts"])
+    chosen = list({(r["model"], r["row"], r["head_id"], r["platform"], r["dtype"]): r for r in chosen}.values())
     kept = ("model", "head", "head_id", "platform", "device", "dtype", *TREE, "accept_length", "speedup", "timed_prompts")
     return {
         "commands": sorted({r["command"] for r in chosen}),

@@ -215,6 +215,25 @@ def test_shares_of_the_prompts_joined_are_the_whole(folder):
         accept_report.joined([first, {**second, "share": [1, 3]}])
 
 
+def test_speeds_of_a_run_complete_the_lengths_of_another(folder):
+    run, files = script().main, [folder / f"{name}.json" for name in ("lengths", "speeds")]
+    arguments = [
+        "--data", str(folder), "--sets", "mt_bench", "--target", "tiny", "--checkpoints", str(folder / "heads"), "--rows",
+        "standalone 2/1/3", "--new-tokens", "6", "--batch", "4", "--temperature", "0",
+    ]  # fmt: skip
+    assert run([*arguments, "--prompts", "4", "--timed-prompts", "0", "--json", str(files[0])]) == 0
+    assert run([*arguments, "--prompts", "0", "--timed-prompts", "2", "--json", str(files[1])]) == 0
+    out = folder / "out.json"
+    assert run(["--join", str(out), *map(str, files)]) == 0
+    (row,), (lengths,), (speeds,) = map(accept_report.read, (out, *files))
+    assert row["prompts"] == 4 and row["accept_length"] == lengths["accept_length"]
+    assert row["timed_prompts"] == 2 and row["speedup"] == speeds["speedup"] and row["asked_timed"] == 2
+    assert row["command"] == lengths["command"] and row["timed_command"] == speeds["command"]
+    assert "--data DATA" in row["command"] and str(folder / "lengths.json") not in row["command"]
+    assert run(["--join", str(out), str(files[0])]) == 0
+    assert accept_report.read(out) == [row], "lengths measured again leave the speed"
+
+
 def test_overlap_with_training_rows(folder, monkeypatch, capsys):
     text = tiny.CharTokenizer().encode("SOMETHING ELSE ENTIRELY, OF SOME LENGTH")
     prompt = tiny.CharTokenizer().encode("XX PROMPT MT BENCH 2 AND MORE OF IT.....")
