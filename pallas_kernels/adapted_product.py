@@ -2,17 +2,20 @@
 
 The narrow matrix alone would be a kernel of 3 to 4 us for 1 us of bytes. Here its columns are further column tiles of the
 `skinny_product`, for programs that would otherwise have had none; both results leave in one array, whose reader
-(`gated_lora`) adds up the parts. The second matrix is fetched into the L2 cache meanwhile.
+(`gated_lora`) adds up the parts. The second matrix and what the next product begins with are fetched into the L2 cache
+meanwhile.
 """
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels import device
 from pallas_kernels.gated_lora import COLUMNS
+from pallas_kernels.product import AHEAD
 from pallas_kernels.product import _kernel as skinny_kernel
 
 MOST_ROWS = 16
@@ -42,6 +45,8 @@ def adapted_product(
     a: Float[Array, "I rank"],
     b: Float[Array, "rank O"],
     blocks: np.ndarray | None = None,
+    following: tuple[Array, Array] | None = None,
+    most: int = AHEAD,
     interpret=None,
 ) -> Float[Array, "parts B T O_plus_rank"] | None:
     """x @ w and behind it x @ a, in parts that are to be added; None where the kernel does not serve the case.
@@ -50,6 +55,8 @@ def adapted_product(
       x: what enters the product.
       w: its weight.
       a, b, blocks: the adapter's matrices and the blocks of b, see `gated_lora`.
+      following: w and a of the product that comes next.
+      most: bytes of that w that are fetched into the L2 cache.
       interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
     tiling = tiling_of(x, w, a)
@@ -58,11 +65,25 @@ def adapted_product(
     kernel = skinny_kernel()
     outputs = w.shape[1] + a.shape[1]
     parts = tiling.parts(w.shape[0], outputs)
+    nexts, ahead = [b], [_ahead(b, blocks)]
+    if following is not None:
+        nexts.append(following[0])
+        ahead.append(_ahead_of_product(x, *following, most))
     p = kernel.partial_products(
         x.reshape(-1, x.shape[-1]), w, tiling, dtype=x.dtype if parts.max() == 1 else jnp.float32, beside=a,
-        following=b, ahead=_ahead(b, blocks), interpret=interpret,
+        following=tuple(nexts), ahead=tuple(ahead), interpret=interpret,
     )  # fmt: skip
     return p.reshape(-1, *x.shape[:-1], outputs)
+
+
+def _ahead_of_product(x: Array, w: Array, a: Array, most: int):
+    """The first steps of every program of a product of as many rows as x has; None: nothing."""
+    tiling = tiling_of(jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[0]), x.dtype), w, a)
+    if tiling is None:
+        return None
+    programs = -(-w.size // (tiling.columns * tiling.depth * tiling.steps))
+    units = min(most // (2 * tiling.columns * tiling.depth * programs), tiling.steps)
+    return skinny_kernel().Ahead(tiling, units) if units else None
 
 
 def _ahead(b: Array, blocks: np.ndarray | None):

@@ -167,7 +167,7 @@ def attention_in_parts(
     options = {"scale": config.attention_scale, "window": window, "softcap": config.attention_softcap}
     fuses, done = hasattr(attend, "fused") and not config.qk_norm and not config.attention_gate, None
     if fuses and "lora" in params["qkv"]:
-        done = attend.fused_with_adapter(cache, x, params["qkv"], angles, **options)
+        done = attend.fused_with_adapter(cache, x, params["qkv"], params["out"], angles, **options)
     if done is None:
         parts = dense_in_parts(x, params["qkv"], params["out"], AHEAD_OF_ATTENTION)
         if fuses:

@@ -7,13 +7,12 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ModelConfig, RopeConfig
 from pallas_kernels import adapted_product, add_norm, device, lora_shrink
 from pallas_kernels import gated_lora as kernels
-from pallas_kernels.product import gated_product, product, product_in_parts
+from pallas_kernels.product import AHEAD, gated_product, product, product_in_parts
 from pallas_kernels.tilings import product_parts
 
 
@@ -31,7 +30,7 @@ def dense(x: Float[Array, "*R I"], layer: dict, following: dict | None = None, d
     product comes next: the GPU kernel reads ahead in its weights. The result is of `dtype`, None for the type of x.
     """
     if "lora" in layer:
-        return dense_with_lora(x, {name: leaf for name, leaf in layer.items() if name != "lora"}, **layer["lora"])
+        return dense_with_lora(x, layer, following)
     kernel, dtype = layer["kernel"], x.dtype if dtype is None else dtype
     if isinstance(kernel, dict):
         y = jnp.matmul(x, kernel["q"].astype(x.dtype), preferred_element_type=dtype) * kernel["scale"].astype(dtype)
@@ -49,7 +48,7 @@ def dense_in_parts(
     """
     kernel = layer["kernel"]
     if layer.keys() != {"kernel"} or isinstance(kernel, dict) or device.capability() is None:
-        return dense(x, layer)[None]
+        return dense(x, layer, following)[None]
     by_kernel = product_in_parts(x, kernel.astype(x.dtype), following_kernel(following, x.dtype), most)
     if by_kernel is not None:
         return by_kernel
@@ -63,25 +62,20 @@ def dense_in_parts(
 
 
 def dense_with_lora(
-    x: Float[Array, "B T I"],
-    layer: dict,
-    a: Array,
-    b: Array,
-    scale: float,
-    gate: Bool[Array, "B T 1"],
-    blocks: np.ndarray | None = None,
-    silu: bool = False,
+    x: Float[Array, "B T I"], layer: dict, following: dict | None = None, silu: bool = False
 ) -> Float[Array, "B T O"]:
     """`gated_lora` on `dense`, on a GPU with the adapter's products as kernels; the last adds up the parts of all others.
 
-    `blocks` names the block of rows of ``b`` that may differ from zero in each column, -1 for none. With `silu` the columns
-    are gates and as many values: silu(gate) · value, [B, T, O / 2]. The kernels have no derivative; where one is wanted the
-    scale is an array.
+    ``lora`` holds the arguments of `gated_lora`; its `blocks` names the block of rows of ``b`` that may differ from zero in
+    each column, -1 for none. With `silu` the columns are gates and as many values: silu(gate) · value, [B, T, O / 2]. The
+    kernels have no derivative; where one is wanted the scale is an array.
     """
+    lora, layer = layer["lora"], {name: leaf for name, leaf in layer.items() if name != "lora"}
+    a, b, scale, gate, blocks = *(lora[name] for name in ("a", "b", "scale", "gate")), lora.get("blocks")
     if not (isinstance(scale, float) and kernels.available() and kernels.serves(x, b, silu)):
         y = gated_lora(x, dense(x, layer), a, b, scale, gate)
         return gate_values(y, "silu") if silu else y
-    both = product_and_hidden(x, layer, a, b, blocks)
+    both = product_and_hidden(x, layer, lora, following)
     if both is not None:
         return kernels.gated_lora(both, None, b, gate, scale=scale, blocks=blocks, silu=silu)
     hidden = lora_shrink.lora_shrink(x, a) if lora_shrink.serves(x, a) else dense_in_parts(x, {"kernel": a})
@@ -89,12 +83,18 @@ def dense_with_lora(
 
 
 def product_and_hidden(
-    x: Float[Array, "B T I"], layer: dict, a: Array, b: Array, blocks: np.ndarray | None
+    x: Float[Array, "B T I"], layer: dict, lora: dict, following: dict | None = None, most: int = AHEAD
 ) -> Float[Array, "parts B T O_plus_rank"] | None:
-    """x @ kernel and, behind it, x @ a, in parts; None where no kernel does both (`pallas_kernels.adapted_product`)."""
+    """x @ kernel and, behind it, x @ a, in parts; None where no kernel does both (`pallas_kernels.adapted_product`).
+
+    Up to `most` bytes of the kernel in `following` are read ahead, if it has an adapter, too.
+    """
     if not {"kernel"} <= layer.keys() <= {"kernel", "lora"} or isinstance(layer["kernel"], dict):
         return None
-    return adapted_product.adapted_product(x, layer["kernel"].astype(x.dtype), a, b, blocks)
+    behind = following_kernel(following, x.dtype)
+    behind = (behind, following["lora"]["a"]) if behind is not None and "lora" in following else None
+    kernel = layer["kernel"].astype(x.dtype)
+    return adapted_product.adapted_product(x, kernel, lora["a"], lora["b"], lora.get("blocks"), behind, most)
 
 
 def gated_lora(
@@ -172,8 +172,7 @@ def gated_mlp_in_parts(
 def gated(x: Float[Array, "*R E"], mlp: dict, name: str) -> Float[Array, "*R F"]:
     """act(gate(x)) * up(x)."""
     if name == "silu" and "lora" in mlp["gate_up"]:
-        layer = mlp["gate_up"]
-        return dense_with_lora(x, {n: leaf for n, leaf in layer.items() if n != "lora"}, **layer["lora"], silu=True)
+        return dense_with_lora(x, mlp["gate_up"], mlp["down"], silu=True)
     layer, following = mlp["gate_up"], following_kernel(mlp["down"], x.dtype)
     if name == "silu" and layer.keys() == {"kernel"} and not isinstance(layer["kernel"], dict):
         done = gated_product(x, layer["kernel"].astype(x.dtype), following)

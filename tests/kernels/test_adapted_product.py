@@ -98,10 +98,11 @@ def test_layers_with_an_adapter_take_it(shape, monkeypatch):
     x, w, a, b = operands(0, 256, 256, 128, blocks, shape)
     gate = jnp.broadcast_to(jnp.arange(shape[1])[None, :, None] > 0, (*shape[:2], 1))
     mlp = {"gate_up": {"kernel": w, "lora": dict(a=a, b=b, scale=2.0, gate=gate, blocks=blocks)}}
+    mlp["down"] = {"kernel": w[:128], "lora": {"a": a[:128]}}
     wanted, plain = layers.gated(x, mlp, "silu"), layers.dense(x, mlp["gate_up"])
     calls, kernel = [], KERNEL.partial_products
     monkeypatch.setattr(device, "capability", lambda: 9.0)
-    monkeypatch.setattr(adapted_product, "TILINGS", {(256, 256, 128): (128, 64, 4, 2, 1)})
+    monkeypatch.setattr(adapted_product, "TILINGS", {(256, 256, 128): (128, 64, 4, 2, 1), (128, 256, 128): (128, 64, 2, 2, 1)})
 
     def run(*args, **options):
         calls.append(options["ahead"])
@@ -112,9 +113,20 @@ def test_layers_with_an_adapter_take_it(shape, monkeypatch):
     monkeypatch.setattr(second, "gated_lora", lambda *args, **o: gated(*args, **o | {"interpret": True}))
     found = layers.gated(x, mlp, "silu")
     np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), rtol=3e-2, atol=3e-2)
-    found = layers.dense(x, mlp["gate_up"])
+    found = layers.dense(x, mlp["gate_up"], {"kernel": w})
     np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(plain, np.float32), rtol=3e-2, atol=3e-2)
-    assert [ahead.blocks for ahead in calls] == [(0, 0, 1, 1)] * 2
+    assert [[what.blocks for what in ahead] for ahead in calls] == [[(0, 0, 1, 1), None], [(0, 0, 1, 1)]]
+    assert calls[0][1] == KERNEL.Ahead(KERNEL.Tiling(128, 64, 2, 2, 1), 2)  # of the next product's two programs
+
+
+def test_how_much_of_the_next_product_is_read_ahead(monkeypatch):
+    monkeypatch.setattr(device, "capability", lambda: 9.0)
+    monkeypatch.setattr(adapted_product, "TILINGS", {(256, 256, 64): (64, 64, 4, 1, 1)})
+    x, w, a, _ = operands(8, 256, 256, 64)
+    step = 4 * 64 * 64 * 2  # bytes of one step of all programs
+    units = [getattr(adapted_product._ahead_of_product(x, w, a, most), "units", None) for most in (0, step, 3 * step, 1 << 20)]
+    assert units == [None, 1, 3, 4]
+    assert adapted_product._ahead_of_product(x, w[:128], a[:128], 1 << 20) is None  # not a product of this kernel
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "rank"), adapted_product.TILINGS)
