@@ -101,13 +101,16 @@ MOST_PEERS = 1  # programs of a cluster, up to 8 on any chip with clusters; 1: M
 def mosaic_tiling(problem: Problem) -> Tiling:
     """The Mosaic kernel's tiling.
 
-    One kernel if the programs are few: then the slots of the same rows are dealt out among two warpgroups a program and the
-    programs of a cluster. Otherwise splits, and two stages, so that two programs of one warpgroup share a multiprocessor.
+    More pieces of 64 rows than multiprocessors: no split, two warpgroups share keys and values. Otherwise one kernel in which
+    the slots of the same rows are dealt out among two warpgroups a program and the programs of a cluster; or splits, and
+    two stages, so that two programs of one warpgroup share a multiprocessor.
     """
-    if problem.rows > PREFILL:
-        return Tiling(0, 64, rows=64 if problem.width > 1 else 128, num_stages=2)
     pieces = problem.groups * -(-problem.rows // 64)
-    if MOST_PEERS > 1 and pieces <= MULTIPROCESSORS // 2:
+    if problem.rows > PREFILL or pieces > MULTIPROCESSORS:
+        split = 0 if problem.rows > PREFILL or problem.num_slots <= 4 * LONGEST_SPLIT else 4 * LONGEST_SPLIT
+        shared = problem.width == 1
+        return Tiling(split, 64, rows=128 if shared else 64, num_stages=3 if shared and problem.rows <= PREFILL else 2)
+    if MOST_PEERS > 1:
         readers, cluster = 2 if problem.width == 1 else 1, 1
         while (
             cluster < MOST_PEERS
@@ -117,10 +120,6 @@ def mosaic_tiling(problem: Problem) -> Tiling:
         ):
             cluster *= 2
         return Tiling(0, 64, rows=64, num_stages=3 if problem.width == 1 else 2, readers=readers, cluster=cluster)
-    # Two warpgroups that share their keys and values only pay where reading them once per 64 rows loads the L2 cache.
-    narrow = problem.width > 1 or pieces <= MULTIPROCESSORS
-    if not narrow:
-        return Tiling(problem.split(128), 64, rows=128, num_stages=3)
     split = problem.split(64)
     return Tiling(split // 2 if split > 512 else split, 64, rows=64, num_stages=2)
 
