@@ -141,7 +141,7 @@ def measure(args) -> None:
     if not 0 <= index < processes:
         raise ConfigError(f"--share {index} {processes}: the first number must be 0 to {processes - 1}")
     end = None if args.budget is None else begun + args.budget
-    turns = Turns(args.turns, None if end is None else begun + 0.6 * args.budget)
+    turns = Turns(args.turns, end)
     settings = accept.Settings(
         temperatures=tuple(args.temperature),
         timed_temperatures=tuple(timed),

@@ -340,8 +340,12 @@ class Group:
             if count and until is not None and time.perf_counter() > until:  # one is timed, however late it is
                 self.log(f"no time left: {count} of {len(timed)} prompts timed")
                 break
-            with self.turns.alone():
-                self.time(request, rows, tallies)
+            try:
+                with self.turns.alone():
+                    self.time(request, rows, tallies)
+            except TimeoutError as error:
+                self.log(f"{count} of {len(timed)} prompts timed: {error}")
+                break
             if time.perf_counter() - saved > SAVE_SECONDS:
                 save(figures(tallies))
                 saved = time.perf_counter()

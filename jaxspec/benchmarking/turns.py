@@ -8,6 +8,7 @@ import fcntl
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 POLL_SECONDS = 0.05
 
@@ -18,7 +19,7 @@ class Turns:
 
     Attributes:
       file: made when it is missing, and another one beside it.
-      latest: a reading of `time.perf_counter` from which on nobody waits for those that still compile.
+      latest: a reading of `time.perf_counter` from which on `alone` waits no longer.
     """
 
     file: Path | None = None
@@ -36,19 +37,24 @@ class Turns:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """For a timing: nothing else runs, neither another timing nor what runs `together`, unless that takes too long."""
+        """For a timing: nothing else runs meanwhile, neither another timing nor what runs `together`.
+
+        Raises TimeoutError where the others have not ended by `latest`.
+        """
         if self.file is None:
             yield
             return
         with self.file.with_suffix(".turn").open("a") as turn, self.file.open("a") as busy:
-            fcntl.flock(turn, fcntl.LOCK_EX)
-            while True:
-                try:
-                    fcntl.flock(busy, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if self.latest is not None and time.perf_counter() > self.latest:
-                        break
-                    time.sleep(POLL_SECONDS)
+            self._wait(turn)
+            self._wait(busy)
             yield
         time.sleep(POLL_SECONDS)  # the next one takes its turn
+
+    def _wait(self, lock: IO) -> None:
+        while True:
+            try:
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if self.latest is not None and time.perf_counter() > self.latest:
+                    raise TimeoutError(f"others still run: {lock.name}") from None
+                time.sleep(POLL_SECONDS / 4)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from jaxspec.benchmarking.turns import Turns
 
 
@@ -43,8 +45,10 @@ def test_timings_wait_for_what_runs_together_and_for_each_other(tmp_path):
 
 def test_nobody_waits_for_ever(tmp_path):
     file = tmp_path / "lock"
-    with Turns(file).together(), Turns(file, latest=time.perf_counter()).alone():
-        pass
+    with Turns(file).together(), pytest.raises(TimeoutError, match="lock"), Turns(file, time.perf_counter()).alone():
+        raise AssertionError("a timing began beside what runs together")
+    with Turns(file, time.perf_counter()).alone():
+        pass  # free again
 
 
 def test_without_a_file_nothing_waits():
