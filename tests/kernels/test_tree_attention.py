@@ -160,6 +160,22 @@ def test_lowers_for_cuda(case, backend):
         assert kernels >= 1
 
 
+@needs_mosaic
+@pytest.mark.parametrize("split, readers, cluster, kernels", [(0, 2, 8, 1), (0, 2, 1, 1), (0, 1, 16, 1), (4096, 2, 4, 2)])
+def test_clusters_lower_for_cuda(split, readers, cluster, kernels):
+    """What interpret mode cannot run: the sums in a neighbour's shared memory. One kernel, and a merge only of splits."""
+    arguments, options = build(LOWERED[1], jnp.bfloat16)
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments]
+    tiling = Tiling(split, 64, readers=readers, cluster=cluster)
+    f = jax.jit(lambda *a: tree_attention(*a, **options, backend="mosaic", tiling=tiling))
+    with pretend_h200():
+        text = f.trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "mosaic_gpu_v2" in line]
+    assert len(calls) == kernels
+    placed = calls[0].rpartition("->")[2].count("tensor<1x16x32x128xbf16>")  # what the attention itself returns
+    assert placed == (kernels == 1)
+
+
 def shapes(Dk, Dv, S=16, q=jnp.bfloat16, cache=jnp.bfloat16, B=1, T=1):
     kv = [jax.ShapeDtypeStruct((4, S, 2, D), cache) for D in (Dk, Dv)]
     return jax.ShapeDtypeStruct((B, T, 4, Dk), q), *kv
