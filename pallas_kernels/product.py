@@ -14,9 +14,9 @@ from pallas_kernels.product_table import MEASURED
 
 ROWS = (1, 8, 16, 32, 64, 128)
 """Numbers of rows that were measured; a product of any other number takes what the next larger one takes."""
-AHEAD = 16 << 20
+AHEAD = 0
 """Bytes of the next product's weights that a product fetches into the L2 cache when small kernels lie between the two."""
-AHEAD_OF_ATTENTION = 34 << 20
+AHEAD_OF_ATTENTION = 0
 """The same where attention lies between them."""
 
 

@@ -22,6 +22,7 @@ from jaxspec.models.layers import (
     add_up,
     apply_rope,
     dense,
+    dense_for_norm,
     dense_in_parts,
     gated_mlp_in_parts,
     rms_norm,
@@ -185,7 +186,7 @@ def attention_in_parts(
     out = out.reshape(*x.shape[:2], -1)
     if config.attention_gate:
         out = out * jax.nn.sigmoid(gate)
-    return dense_in_parts(out, params["out"], following), cache
+    return dense_for_norm(out, params["out"], following), cache
 
 
 def decoder_layer(

@@ -61,6 +61,12 @@ def dense_in_parts(
     return jnp.einsum("BTSI,SIO->SBTO", x, kernel, preferred_element_type=jnp.float32)
 
 
+def dense_for_norm(x: Float[Array, "B T I"], layer: dict, following: dict | None = None) -> Float[Array, "parts B T O"]:
+    """`dense` for `add_and_norm`: in parts only where that is a kernel; elsewhere XLA adds its own parts up best."""
+    few = x.shape[0] * x.shape[1] < add_norm.LEAST_ROWS
+    return dense(x, layer, following)[None] if few else dense_in_parts(x, layer, following)
+
+
 def dense_with_lora(
     x: Float[Array, "B T I"], layer: dict, following: dict | None = None, silu: bool = False
 ) -> Float[Array, "B T O"]:
@@ -165,8 +171,8 @@ def gated_mlp(x: Float[Array, "*R E"], mlp: dict, name: str) -> Float[Array, "*R
 def gated_mlp_in_parts(
     x: Float[Array, "B T E"], mlp: dict, name: str, following: dict | None = None
 ) -> Float[Array, "parts B T E"]:
-    """`gated_mlp` in parts, as `dense_in_parts`, whose `following` it takes."""
-    return dense_in_parts(gated(x, mlp, name), mlp["down"], following)
+    """`gated_mlp` in parts, as `dense_for_norm`, whose `following` it takes."""
+    return dense_for_norm(gated(x, mlp, name), mlp["down"], following)
 
 
 def gated(x: Float[Array, "*R E"], mlp: dict, name: str) -> Float[Array, "*R F"]:

@@ -20,10 +20,10 @@ def operands(shape, parts, dtype, of_parts):
 @pytest.mark.parametrize(
     ("shape", "parts", "dtype", "of_parts"),
     [
-        ((2, 3, 64), 1, jnp.float32, jnp.float32),
-        ((1, 5, 576), 3, jnp.bfloat16, jnp.float32),
-        ((7, 100), 2, jnp.float32, jnp.float32),
-        ((2, 1, 2048), 1, jnp.float16, jnp.float16),
+        ((2, 13, 64), 1, jnp.float32, jnp.float32),
+        ((1, 25, 576), 3, jnp.bfloat16, jnp.float32),
+        ((17, 100), 2, jnp.float32, jnp.float32),
+        ((20, 1, 2048), 1, jnp.float16, jnp.float16),
     ],
 )
 def test_the_kernel_adds_and_norms(shape, parts, dtype, of_parts, plus_one):
@@ -46,14 +46,15 @@ def test_a_row_does_not_depend_on_the_rows_beside_it():
 
 
 def test_what_is_not_served():
-    x, p, _ = operands((2, 64), 1, jnp.float32, jnp.float32)
-    assert not add_norm.serves(jnp.zeros((2, 64), jnp.int32), p)
+    x, p, _ = operands((32, 64), 1, jnp.float32, jnp.float32)
+    assert add_norm.serves(x, p) and not add_norm.serves(x[:16], p[:, :16])
+    assert not add_norm.serves(jnp.zeros((32, 64), jnp.int32), p)
     assert not add_norm.serves(jnp.zeros((2000, 64)), p) and not add_norm.serves(x[:0], p)
-    assert not add_norm.serves(jnp.zeros((2, 16384)), p)
+    assert not add_norm.serves(jnp.zeros((32, 16384)), p)
 
 
 def test_layers_use_it_on_a_gpu_and_it_has_derivatives(monkeypatch):
-    x, p, scale = operands((2, 3, 64), 2, jnp.float32, jnp.float32)
+    x, p, scale = operands((3, 7, 64), 2, jnp.float32, jnp.float32)
 
     def run(x, p, scale):
         total, normed = layers.add_and_norm(x, p, {"scale": scale}, 1e-5)
