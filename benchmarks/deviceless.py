@@ -93,24 +93,27 @@ def thunks_of_a_round() -> dict:
     """Graphs and operations inside the loop's body, from XLA's list of what it launches (the newest dump)."""
     after = sorted(Path(DUMP).glob("*run_rounds.thunk_sequence_after_thunk_passes.txt"), key=lambda p: p.stat().st_mtime)
     plain = sorted(Path(DUMP).glob("*run_rounds.thunk_sequence.txt"), key=lambda p: p.stat().st_mtime)
-    lines = (after or plain)[-1].read_text().splitlines()
-    body = next(i for i, line in enumerate(lines) if line.strip() == "body:")
-    margin = len(lines[body + 1]) - len(lines[body + 1].lstrip())
+    lines = [(len(text) - len(text.lstrip()), text) for text in (after or plain)[-1].read_text().splitlines()]
+    body = next(i for i, (_, text) in enumerate(lines) if text.strip() == "body:")
+    margin = lines[body + 1][0]
+    thunks = [(depth, re.match(r"\s*\d+: (k\w+)\s*\[[^\]]*\]\s*(\S*)", text)) for depth, text in lines]
+    loop = next(i for i in range(body, -1, -1) if thunks[i][1] and thunks[i][1][1] == "kWhile")
+    around = [t[1] for depth, t in thunks[:loop] if t and depth < lines[loop][0]]
     found = []
-    for line in lines[body + 1 :]:
-        depth = len(line) - len(line.lstrip())
-        thunk = re.match(r"\s*\d+: (k\w+)\s*\[[^\]]*\]\s*(\S*)", line)
+    for depth, thunk in thunks[body + 1 :]:
         if thunk and depth < margin:
             break
         if thunk:
             found.append((depth, thunk[1], thunk[2]))
     launched = Counter(kind for depth, kind, _ in found if depth == margin)
-    inside = [(kind, name) for depth, kind, name in found if depth > margin]
+    whole = "kCommandBuffer" in around  # the device runs the loop by itself
+    inside = [(kind, name) for depth, kind, name in found if whole or depth > margin]
     kernels = Counter(re.sub(r"[_.]\d+$", "", name) for _, name in inside)
     return {
-        "launched_per_round": dict(launched),
-        "cuda_graphs_per_round": launched["kCommandBuffer"],
-        "operations_in_graphs": len(inside),
+        "loop_is_one_cuda_graph": whole,
+        "launched_by_the_host_per_round": {} if whole else dict(launched),
+        "cuda_graphs_launched_per_round": 0 if whole else launched["kCommandBuffer"],
+        "operations_in_graphs_per_round": len(inside),
         "kinds_in_graphs": dict(Counter(kind for kind, _ in inside)),
         "most_common_kernels": dict(kernels.most_common(20)),
     }

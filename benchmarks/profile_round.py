@@ -4,8 +4,10 @@
         python benchmarks/profile_round.py --row "eagle3 3/1/4" --png benchmarks/results/h200_round_profile.png
 
 Watched twice. With the flag CUDA graphs stay on under the profiler, as in real runs; the kernels in them are then known by
-their own names only, or not at all. Without graphs every kernel is seen, launched by the host one by one, so that gaps are
-longer than they really are. Prints the busy share and the longest gaps of both, and what lies before and behind them.
+their own names only. The whole loop is one graph, and the profiler keeps the last run of every node of it: one round, whose
+length is compared with the time from round to round of an unwatched run; the difference is what lies between rounds.
+Without graphs every kernel of all rounds is seen, launched by the host one by one, so that gaps are longer than they really
+are. Prints the busy share and the longest gaps of both, and what lies before and behind them.
 Any row of the peer suite will do: `--row "uno 8/1/8"`, `--row "eagle3 5/8/64" --batch 8`. `--kernels` adds a table of every
 kernel and the kernels of some layers in their order, each with the time since the end of the one before it (negative: they
 overlap). The picture needs matplotlib and is left out without `--png`.
@@ -17,6 +19,7 @@ import argparse
 import dataclasses
 import json
 import re
+import statistics
 from collections import Counter
 from pathlib import Path
 
@@ -33,6 +36,7 @@ GROUPS = (
 LONG_GAP = 20e-6
 """Seconds of idleness from which the picture shows a gap and says what lies before and behind it."""
 NAMED = 24  # gaps that get a label, the longest ones
+UNWATCHED = 32  # rounds that are timed without the profiler
 IN_ORDER = 60
 """Kernels that `--kernels` lists one by one: a third of the way into a round, so that layers of a draft pass are among them."""
 
@@ -53,24 +57,30 @@ def main() -> None:
     entry = suites.PEER_ROWS[args.row]
     case = dataclasses.replace(entry.case, batch=args.batch, context=args.context)
     weights = suites.Weights(args.target, loading.default_dtype())
-    session = rounds.prepare(case, weights.target, weights.draft(entry.draft), 8 + args.rounds)
+    session = rounds.prepare(case, weights.target, weights.draft(entry.draft), 8 + UNWATCHED)
     runner = rounds.Runner(session, args.context)
     runner(8)
-    unwatched = (runner(8 + args.rounds) - runner(8)) / args.rounds
+    unwatched = statistics.median((runner(8 + UNWATCHED) - runner(8)) / UNWATCHED for _ in range(5))
     found = {graphs: watch(runner, args.rounds, graphs) for graphs in (True, False)}
     found = {graphs: ops for graphs, ops in found.items() if ops}
+    counts = dict.fromkeys(found, args.rounds)
+    if True in found and (behind := last_round(found[True], unwatched)):
+        found[True], counts[True] = behind, 1
     if not found:
         raise SystemExit("the profiler reported nothing that ran on the device")
     reports = [
         {
-            "row": args.row, "batch": args.batch, "context": args.context, "rounds": args.rounds, "cuda_graphs": graphs,
-            "ms_per_round_unwatched": unwatched * 1e3, **summary(ops, args.rounds),
+            "row": args.row, "batch": args.batch, "context": args.context, "rounds": counts[graphs],
+            "cuda_graphs": graphs, "ms_per_round_unwatched": unwatched * 1e3, **summary(ops, counts[graphs]),
         }
         for graphs, ops in found.items()
     ]  # fmt: skip
+    for report in reports:
+        if report["cuda_graphs"] and report["rounds"] == 1:
+            report["us_between_rounds"] = (report["ms_per_round_unwatched"] - report["ms_per_round_watched"]) * 1e3
     if args.kernels:
         for (graphs, ops), report in zip(found.items(), reports, strict=True):
-            report["kernels"], report["in_order"] = by_kernel(ops, args.rounds), in_order(ops, args.rounds)
+            report["kernels"], report["in_order"] = by_kernel(ops, counts[graphs]), in_order(ops, counts[graphs])
             print(f"{args.row}, CUDA graphs {'on' if graphs else 'off'}: kernel, times a round, us each, us a round")
             for name, times, each in report["kernels"]:
                 print(f"{name:50s} {times:7.1f} {each:8.2f} {times * each:9.1f}")
@@ -92,6 +102,14 @@ def watch(runner: rounds.Runner, count: int, graphs: bool) -> list[profile.Opera
     except Exception as error:  # the other way may work
         print(f"cuda graphs {graphs}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         return []
+
+
+def last_round(found: list[profile.Operation], period: float) -> list[profile.Operation]:
+    """What lies behind a gap of over half a round: the last round of a loop that is one graph; empty without such a gap."""
+    gap = max(profile.idle_gaps(found), key=lambda gap: gap.seconds, default=None)
+    if gap is None or gap.seconds < period / 2:
+        return []
+    return [op for op in found if op.start > gap.start]
 
 
 def summary(found: list[profile.Operation], count: int) -> dict:
@@ -165,7 +183,7 @@ def draw(path: Path, found: list[list[profile.Operation]], reports: list[dict]) 
         longest = report["longest_gaps_us"][0] if report["longest_gaps_us"] else 0
         axes.set(
             yticks=range(len(GROUPS)), yticklabels=[g[0] for g in GROUPS], xlabel="ms",
-            title=f"{report['rounds']} rounds of {report['row']}, batch {report['batch']}, context {report['context']}, CUDA "
+            title=f"{report['rounds']} round(s) of {report['row']}, batch {report['batch']}, context {report['context']}, CUDA "
             f"graphs {'on' if report['cuda_graphs'] else 'off'}: {report['ms_per_round_watched']:.2f} ms each "
             f"({report['ms_per_round_unwatched']:.2f} unwatched), busy {report['busy_ms_per_round']:.2f}, "
             f"longest gap {longest:.0f} us",

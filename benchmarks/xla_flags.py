@@ -22,7 +22,7 @@ from pathlib import Path
 
 SETTINGS: dict[str, str] = {
     "default": "",
-    "loop-graph": "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL",
+    "round-graphs": "--xla_gpu_enable_command_buffer=-WHILE,-CONDITIONAL",
     "concurrent": "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT",
     "cublas": "--xla_gpu_enable_triton_gemm=false",
     "cudnn": "--xla_gpu_cudnn_gemm_fusion_level=3",

@@ -34,19 +34,21 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)  # on a GPU the many small ones add up to seconds
 
 
-XLA_OPTIONS: dict[str, int] = {
+XLA_OPTIONS: dict[str, int | str] = {
     # Any number of operations may form a CUDA graph. With XLA's own minimum of 5 a step behind a conditional counts as one
     # operation in jax 0.11 and gets no graph at all.
     "xla_gpu_graph_min_graph_size": 1,
+    # XLA's own choice and the last two: the loop over rounds is one graph, whose condition the device itself evaluates. With
+    # a graph per round the host reads the condition in between. Drivers without such nodes (before CUDA 12.4) do as before.
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
 }
 """What jaxspec asks of XLA on a GPU, program by program; a flag of the same name in ``XLA_FLAGS`` wins.
 
-All else stays at XLA's defaults: CUDA graphs around everything but the loop itself, autotuning on. JAX keeps the outcome of
-autotuning beside the compiled programs (`use_compilation_cache`).
+All else stays at XLA's defaults, autotuning on. JAX keeps its outcome beside the compiled programs (`use_compilation_cache`).
 """
 
 
-def compiler_options() -> dict[str, int]:
+def compiler_options() -> dict[str, int | str]:
     """`XLA_OPTIONS` for the default device, without those that the user set in ``XLA_FLAGS``; none on a CPU."""
     if jax.default_backend() not in ("gpu", "cuda"):
         return {}
