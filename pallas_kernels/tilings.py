@@ -98,6 +98,13 @@ def triton_tiling(problem: Problem) -> Tiling:
 MOST_PEERS = 1  # programs of a cluster, up to 8 on any chip with clusters; 1: Mosaic's splits are merged by a second kernel
 
 
+def few_programs(problem: Problem) -> bool:
+    """Whether so few programs work on a short table that Triton's of few rows are ahead of Mosaic's."""
+    if MOST_PEERS > 1:
+        return problem.groups * -(-problem.rows // 16) <= MULTIPROCESSORS // 4
+    return problem.groups * -(-problem.rows // 32) <= MULTIPROCESSORS
+
+
 def mosaic_tiling(problem: Problem) -> Tiling:
     """The Mosaic kernel's tiling.
 

@@ -50,7 +50,7 @@ def choose_backend(q: Array, k_pages: Array, v_pages: Array, num_slots: int, cap
     triton = capability >= 8.0 and tree_attention_triton.serves(q, k_pages, v_pages)
     if 9.0 <= capability < 10.0 and _mosaic() is not None and _mosaic().serves(q, k_pages, v_pages):
         problem = _problem(q, k_pages, v_pages, num_slots)
-        few = problem.short and problem.groups * -(-problem.rows // 32) <= tilings.MULTIPROCESSORS
+        few = problem.short and tilings.few_programs(problem)
         return "triton" if triton and (problem.rows <= 16 or few) else "mosaic"
     if triton:
         return "triton"
