@@ -39,7 +39,6 @@ SMEM_BYTES = 227 * 1024  # what a program may use on Hopper
 ROWS = (8, 16, 32, 64, 128, 256)  # tokens that a program is built for: a number of rows is rounded up to one of them
 MOST_STAGES = 8
 UNIT = 64  # columns: wgmma's M
-CHUNK = 32  # tokens of a result that are handed to TMA at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +51,8 @@ class Tiling:
       steps: pipeline stages that a program works off, the length of its run.
       consumers: warpgroups that multiply, each some of the columns.
       cluster: programs that share the tokens they fetch.
+      chunk: tokens of a tile's results, 64 columns each, that are handed to TMA at once.
+      begun: steps whose products a consumer begins before it waits for those of the step before: 0 or 1.
     """
 
     columns: int
@@ -59,6 +60,8 @@ class Tiling:
     steps: int
     consumers: int = 1
     cluster: int = 1
+    chunk: int = 32
+    begun: int = 0
 
     def fits(self, rows: int, inputs: int, outputs: int) -> bool:
         """Whether the kernel can run a product of so many tokens, inputs and outputs."""
@@ -75,10 +78,19 @@ class Tiling:
         halves = self.columns % (2 * UNIT * self.consumers) == 0 and self.parts(inputs, outputs).max() == 1
         return self.fits(rows, inputs, outputs) and halves
 
-    def stages(self, tokens: int) -> int:
-        """Depth of the pipeline: what shared memory holds beside the results' way out, for 16-bit operands."""
-        left = SMEM_BYTES - 2048 - self.consumers * 2 * min(tokens, CHUNK) * UNIT * 4
-        return min(MOST_STAGES, left // (2 * self.depth * (self.columns + tokens)), self.steps)
+    def pieces(self, tokens: int, gated: bool = False) -> list[tuple[int, int]]:
+        """First column and first token of the pieces in which a consumer hands out its part of a tile."""
+        width = self.columns // self.consumers // (2 if gated else 1)
+        return [(u, t) for u in range(0, width, UNIT) for t in range(0, tokens, min(self.chunk, tokens))]
+
+    def places(self, tokens: int, gated: bool = False) -> int:
+        """Pieces of a consumer that may be on their way out at once; the next tile begins at the first place again."""
+        return 1 if len(self.pieces(tokens, gated)) % 2 else 2
+
+    def stages(self, tokens: int, itemsize: int = 4, gated: bool = False) -> int:
+        """Depth of the pipeline: what shared memory holds beside results of so many bytes, for 16-bit operands."""
+        out = self.consumers * self.places(tokens, gated) * min(tokens, self.chunk) * UNIT * itemsize
+        return min(MOST_STAGES, (SMEM_BYTES - 2048 - out) // (2 * self.depth * (self.columns + tokens)), self.steps)
 
     def parts(self, inputs: int, outputs: int) -> np.ndarray:
         """How many partial sums each column tile (of a cluster) has."""
@@ -214,7 +226,7 @@ def _multiply(
     fold = 2 if gated else 1  # columns of w for one of the result
     width = tiling.columns // tiling.consumers // fold
     mine = pl.ds(wg * width, width)
-    chunk = min(tokens, CHUNK)
+    pieces, places, chunk = tiling.pieces(tokens, gated), tiling.places(tokens, gated), min(tokens, tiling.chunk)
 
     def slot_of(unit):
         return lax.rem(unit - start, jnp.int32(stages))
@@ -228,10 +240,16 @@ def _multiply(
                 plgpu.barrier_wait(full.at[slot])
                 for i, each in enumerate(sums):
                     plgpu.wgmma(each, w_smem.at[slot, i, :, mine].T, x_smem.at[slot].T)
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(empty.at[slot])
+                plgpu.wgmma_wait(fold * tiling.begun)
+                if tiling.begun:
+                    pl.when(unit > first)(lambda: plgpu.barrier_arrive(empty.at[slot_of(unit - 1)]))
+                else:
+                    plgpu.barrier_arrive(empty.at[slot])
 
             lax.fori_loop(first, last, step, None)
+            if tiling.begun:
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(empty.at[slot_of(last - 1)])
             return [each[...] for each in sums]
 
         sums = pl.run_scoped(accumulate, *[plgpu.ACC((width, tokens), jnp.float32)] * fold)
@@ -241,8 +259,6 @@ def _multiply(
         acc = sums[0].astype(p_hbm.dtype)
         part = run - lax.div(tile * tile_steps, jnp.int32(tiling.steps))
         column = (tile * tiling.cluster + peer) * (tiling.columns // fold) + wg * width
-        pieces = [(u, t) for u in range(0, width, UNIT) for t in range(0, tokens, chunk)]
-        places = 2 if len(pieces) % 2 == 0 else 1  # the next tile begins at the first place again
         for i, (u, t) in enumerate(pieces):
             plgpu.wait_smem_to_gmem(places - 1, wait_read_only=True)
             piece = plgpu.layout_cast(acc[u : u + UNIT, t : t + chunk], plgpu.Layout.WGMMA_TRANSPOSED)
@@ -292,7 +308,7 @@ def partial_products(
         x = jnp.pad(x, ((0, -rows % 8), (0, 0)))
     tile_steps, parts = inputs // tiling.depth, tiling.parts(inputs, outputs)
     total = tile_steps * len(parts)
-    stages, chunk = tiling.stages(tokens), min(tokens, CHUNK)
+    stages, chunk = tiling.stages(tokens, jnp.dtype(dtype).itemsize, gated), min(tokens, tiling.chunk)
     axes = ("run", "peer") if tiling.cluster > 1 else ("run",)
     fold = 2 if gated else 1  # columns of w for one of the result
     wide = tiling.columns // fold
@@ -338,7 +354,7 @@ def partial_products(
         scratch_types=(
             plgpu.SMEM((stages, tokens, tiling.depth), x.dtype, transforms=_tiled(tiling.depth, x.dtype)),
             plgpu.SMEM((stages, fold, tiling.depth, wide), w.dtype, transforms=_tiled(wide, w.dtype)),
-            plgpu.SMEM((tiling.consumers, 2, chunk, UNIT), dtype, transforms=_tiled(UNIT, dtype)),
+            plgpu.SMEM((tiling.consumers, tiling.places(tokens, gated), chunk, UNIT), dtype, transforms=_tiled(UNIT, dtype)),
             plgpu.Barrier(num_barriers=stages, num_arrivals=3 if gated else 2),
             plgpu.ClusterBarrier(collective_axes=("peer",), **ring) if tiling.cluster > 1 else plgpu.Barrier(**ring),
         ),

@@ -15,13 +15,15 @@ from tests.kernels.attention_cases import pretend_h200
 
 KERNEL = product._kernel()
 needs_mosaic = pytest.mark.skipif(KERNEL is None, reason="the Mosaic GPU kernel needs jax >= 0.11")
-# rows, inputs, outputs; columns, depth, steps, consumers, cluster
+# rows, inputs, outputs; columns, depth, steps, consumers, cluster, chunk, begun
 CASES = {
     "whole tiles": (5, 256, 256, (128, 64, 4, 1, 1)),
     "cuts inside tiles, two consumers": (13, 320, 384, (128, 64, 8, 2, 1)),
     "uneven numbers of parts, one piece a tile": (20, 320, 384, (64, 64, 7, 1, 1)),
     "shared tokens": (20, 256, 256, (128, 64, 3, 2, 2)),
     "shared tokens, several pieces": (100, 128, 512, (128, 64, 3, 1, 2)),
+    "one piece a consumer, a step begun before the last is over": (100, 256, 512, (128, 64, 3, 2, 2, 128, 1)),
+    "two pieces, a step begun": (20, 320, 384, (64, 64, 7, 1, 1, 16, 1)),
 }
 
 
