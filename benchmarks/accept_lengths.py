@@ -1,7 +1,7 @@
 """Accept length and speed-up over plain decoding of the shipped heads, on MT-Bench, GSM8K and HumanEval prompts.
 
     python benchmarks/accept_lengths.py --data DATA --json benchmarks/results/accept_lengths_cpu.json
-    python benchmarks/accept_lengths.py --table benchmarks/results/accept_lengths_*.json
+    python benchmarks/accept_lengths.py --table benchmarks/results/accept_lengths_{h200,cpu}.json --readme README.md
     python benchmarks/accept_lengths.py --write-measured checkpoints/measured.json benchmarks/results/accept_lengths_*.json
     python benchmarks/accept_lengths.py --data DATA --overlap training_rows.npz
     python benchmarks/accept_lengths.py --join benchmarks/results/accept_lengths_cpu.json share0.json share1.json
@@ -30,7 +30,7 @@ import jaxspec
 from jaxspec import shipped
 from jaxspec.benchmarking import accept, accept_report
 from jaxspec.benchmarking.decode import read_prompts
-from jaxspec.benchmarking.suites import write_json
+from jaxspec.benchmarking.suites import replace_between, write_json
 from jaxspec.benchmarking.turns import Turns
 from jaxspec.config import ConfigError
 from jaxspec.prompts import encode_prompts
@@ -39,9 +39,9 @@ from jaxspec.training import data as training_data
 
 SETS = ("mt_bench", "gsm8k", "humaneval")
 ROWS = (
-    "ngram 12", "eagle3 5/4/8", "eagle3 3/1/4", "dflash -/4/16", "dspark -/4/16", "uno 7/4/16", "uno -/1/8", "dspark", "dflash",
-    "eagle 5/4/8", "mtp 3/1/4", "standalone 3/1/4", "eagle3 3/4/16", "eagle3 5/8/64", "uno 7/4/32", "dflash -/4/32",
-    "eagle 3/1/4", "mtp 5/4/8", "standalone 5/4/8",
+    "eagle3 5/4/8", "eagle3 3/1/4", "eagle3 2/1/3", "dflash -/4/16", "dspark -/4/16", "dspark", "eagle 5/4/8", "eagle 3/1/4",
+    "mtp 3/1/4", "uno 7/4/16", "uno -/1/8", "ngram 12", "standalone 3/1/4", "dflash", "eagle3 3/4/16", "eagle3 5/8/64",
+    "uno 7/4/32", "dflash -/4/32", "mtp 5/4/8", "standalone 5/4/8",
 )  # fmt: skip
 """The most telling first, for a run that may have to stop early."""
 
@@ -78,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--json", type=Path, help="file of results: read, completed, rewritten after every group")
     p.add_argument("--table", nargs="+", type=Path, metavar="JSON", help="print results as Markdown and measure nothing")
+    p.add_argument("--readme", type=Path, help="put the table of --table between this file's marks")
     p.add_argument(
         "--join", nargs="+", type=Path, metavar=("OUT", "JSON"), help="add rows to OUT: shares joined, the last of each counts"
     )
@@ -237,11 +238,15 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     args.shown = command_line(words)
     if args.table:
-        print(accept_report.table(read_all(args.table)))
+        text = accept_report.table(read_all(args.table))
+        print(text)
+        if args.readme is not None:
+            replace_between(args.readme, accept_report.BEGIN, accept_report.END, text)
         return 0
     if args.join:
         out, *sources = args.join
-        write_json(out, accept_report.completed([*accept_report.read(out), *accept_report.joined(read_all(sources))]))
+        rows = accept_report.completed([*accept_report.read(out), *accept_report.joined(read_all(sources))])
+        write_json(out, sorted(rows, key=lambda row: ROWS.index(row["row"]) if row["row"] in ROWS else len(ROWS)))
         return 0
     if args.write_measured:
         out, *sources = args.write_measured

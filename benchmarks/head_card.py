@@ -6,6 +6,7 @@ python benchmarks/head_card.py checkpoints/smollm2-135m-* --results benchmarks/r
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -14,11 +15,17 @@ from jaxspec.config import ConfigError
 from jaxspec.training import card
 
 
+def trained_by(file: Path) -> str | None:
+    """The training command that a card names."""
+    found = re.search(r"^## Command\n\n```bash\n(.*?)\n```$", file.read_text(), re.S | re.M) if file.exists() else None
+    return found and found[1]
+
+
 def main(arguments: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("folders", nargs="+", type=Path)
     p.add_argument("--results", nargs="*", type=Path, default=[], metavar="JSON", help="from benchmarks/accept_lengths.py")
-    p.add_argument("--command", help="the command that trained them")
+    p.add_argument("--command", help="the command that trained them (default: as the card there says)")
     p.add_argument("--check", action="store_true", help="write nothing; the status says whether a card is out of date")
     args = p.parse_args(arguments)
     missing = [path for path in args.results if not path.exists()]
@@ -27,7 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     results = [row for path in args.results for row in accept_report.read(path)]
     stale = 0
     for folder in args.folders:
-        file, text = folder / card.CARD, card.card(folder.absolute(), results, args.command)
+        file = folder / card.CARD
+        text = card.card(folder.absolute(), results, args.command or trained_by(file))
         same = file.exists() and file.read_text() == text
         stale += not same
         if not args.check:

@@ -30,6 +30,8 @@ SPEED = {
     "plain_round_ms", "round_ms", "timed_accept_length", "repeats", "same_tokens", "shares", "timed_command",
 }  # fmt: skip
 """What a row says of speed."""
+BEGIN, END = "<!-- accept lengths -->", "<!-- /accept lengths -->"
+"""Marks in README between which the tables stand."""
 TITLES = {"mt_bench": "MT-Bench", "gsm8k": "GSM8K", "humaneval": "HumanEval"}
 
 
@@ -169,6 +171,11 @@ def described(rows: Sequence[dict[str, Any]]) -> str:
     return ", ".join(parts)
 
 
+def commands(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """What measured them, each command once."""
+    return sorted({row[name] for row in rows for name in ("command", "timed_command") if name in row})
+
+
 def span(numbers: Iterable[int]) -> str:
     """A number, or the smallest and largest of several."""
     found = sorted(set(numbers))
@@ -185,11 +192,14 @@ def measured(rows: Iterable[dict[str, Any]], prompt_set: str = "mt_bench") -> di
     chosen = [r for r in rows if r["set"] == prompt_set and r["temperature"] == 0 and "speedup" in r and r["head_id"]]
     if not chosen:
         raise ConfigError(f"no head was timed greedily on {prompt_set}: run with --timed-prompts and temperature 0")
-    chosen.sort(key=lambda r: r["timed_prompts"])
-    chosen = list({(r["model"], r["row"], r["head_id"], r["platform"], r["dtype"]): r for r in chosen}.values())
+    largest = {
+        (r["model"], r["row"], r["head_id"], r["platform"], r["dtype"]): id(r)
+        for r in sorted(chosen, key=lambda r: r["timed_prompts"])
+    }
+    chosen = [r for r in chosen if id(r) in largest.values()]
     kept = ("model", "head", "head_id", "platform", "device", "dtype", *TREE, "accept_length", "speedup", "timed_prompts")
     return {
-        "commands": sorted({r["command"] for r in chosen}),
+        "commands": commands(chosen),
         "prompt_set": prompt_set,
         "rows": [{name: row[name] for name in kept} for row in chosen],
     }

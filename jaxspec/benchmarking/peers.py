@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxspec.benchmarking.suites import PEER_ORDER, PEER_ROWS, replace_text
-from jaxspec.config import ConfigError
+from jaxspec.benchmarking.suites import PEER_ORDER, PEER_ROWS, replace_between
 
 SGLANG_MS = {
     ("plain", 1): 4.76, ("plain", 4): 4.91, ("plain", 8): 5.03, ("plain", 32): 5.78,
@@ -59,8 +57,4 @@ def write_readme(path: Path, rows: Sequence[dict]) -> None:
 
     Raises ConfigError when the file has no such marks.
     """
-    text = path.read_text()
-    marked = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.S)
-    if len(marked.findall(text)) != 1:
-        raise ConfigError(f"{path}: the table belongs between the lines {BEGIN} and {END}, once")
-    replace_text(path, marked.sub(lambda _: f"{BEGIN}\n{markdown(rows)}\n{END}", text))
+    replace_between(path, BEGIN, END, markdown(rows))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -110,6 +111,18 @@ def replace_text(path: str | Path, text: str) -> None:
     fresh = path.with_name(path.name + ".new")
     fresh.write_text(text)
     os.replace(fresh, path)
+
+
+def replace_between(path: Path, begin: str, end: str, text: str) -> None:
+    """Puts text between two marks of a file, in one step.
+
+    Raises ConfigError when the file does not have both marks once.
+    """
+    whole = path.read_text()
+    marked = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.S)
+    if len(marked.findall(whole)) != 1:
+        raise ConfigError(f"{path}: the table belongs between the lines {begin} and {end}, once")
+    replace_text(path, marked.sub(lambda _: f"{begin}\n{text}\n{end}", whole))
 
 
 def write_json(path: str | Path, rows: Sequence[dict]) -> None:

@@ -135,5 +135,5 @@ def card(folder: Path, results: Sequence[Mapping[str, Any]] = (), command: str |
     own = [row for row in results if row["head_id"] == digest(folder)]
     if own:
         lines += ["", "## Measured", "", "Tokens a round, and speed over plain decoding where it was timed.", ""]
-        lines += [accept_report.table(own), "", "```bash", *sorted({row["command"] for row in own}), "```"]
+        lines += [accept_report.table(own), "", "```bash", *accept_report.commands(own), "```"]
     return "\n".join([*lines, "", f"Digest of configuration and weights: `{digest(folder)}`.", ""])

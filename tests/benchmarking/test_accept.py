@@ -171,6 +171,11 @@ def test_the_command(folder, capsys):
     table = capsys.readouterr().out
     assert "| draft | MT-Bench, greedy | GSM8K, greedy |" in table
     assert f"| `standalone 2/1/3` | {small['accept_length']:.2f}, {small['speedup']:.2f}× |" in table
+    readme = folder / "README.md"
+    readme.write_text(f"before\n{accept_report.BEGIN}\nold\n{accept_report.END}\nafter\n")
+    assert run(["--table", str(out), "--readme", str(readme)]) == 0
+    expected = ["before", accept_report.BEGIN, *capsys.readouterr().out.splitlines(), accept_report.END, "after"]
+    assert readme.read_text().splitlines() == expected
 
     measured = folder / "heads" / "measured.json"
     assert run(["--write-measured", str(measured), str(out)]) == 0
@@ -246,6 +251,12 @@ def test_overlap_with_training_rows(folder, monkeypatch, capsys):
     assert script().main([*arguments, str(folder / "clean.npz"), str(folder / "mixed.npz")]) == 1
     shown = capsys.readouterr().out
     assert "clean.npz: 0 of 1 rows (39 tokens)" in shown and "mixed.npz: 1 of 2 rows" in shown
+
+
+def test_the_readme_shows_what_was_measured():
+    files = [ROOT / "benchmarks" / "results" / f"accept_lengths_{name}.json" for name in ("h200", "cpu")]
+    table = accept_report.table([row for file in files for row in accept_report.read(file)])
+    assert f"{accept_report.BEGIN}\n{table}\n{accept_report.END}" in (ROOT / "README.md").read_text()
 
 
 def test_files_of_another_kind_are_refused(tmp_path):

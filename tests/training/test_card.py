@@ -67,6 +67,7 @@ def test_the_card_says_what_the_files_say(folder, tmp_path):
         "| `eagle3 3/1/4` | 2.35, 1.50× |", "python benchmarks/accept_lengths.py --data D", f"`{digest}`",
     ):  # fmt: skip
         assert expected in text, text
+    assert run([*arguments[:-2], "--check"]) == 0, "the command of the card that is there stays"
     assert "9.87" not in text and text.count("\n| ") <= card.CURVE_POINTS + 6
 
 
