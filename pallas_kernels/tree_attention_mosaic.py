@@ -228,7 +228,8 @@ def _attention(
             if masked:
                 p = jnp.where(allowed, p, 0.0)
             alpha = jnp.exp2(m - m_new)
-            weights = p.astype(v_hbm.dtype)
+            # The barrier keeps the rounding in pairs: LLVM would round each number alone, in the unit that also has exp2 to do.
+            weights = lax.optimization_barrier(p.astype(v_hbm.dtype))
             total = total * alpha + weights.astype(jnp.float32).sum(axis=1)  # normalises what is really multiplied
             acc = acc * over(alpha, Dv)
             plgpu.barrier_wait(v_ready.at[slot])
