@@ -7,9 +7,10 @@ DIR/products.json gets a row per (inputs x outputs, rows, variant) after every m
 costs its row, and rows that are there are not measured again (copy an earlier file there to go on from it). A row's time is
 that of one call among many dependent ones inside one jitted loop, over enough different weights that none stays in the L2
 cache; each call is followed by one small fusion over all of its result, as in a model, which also adds up partial sums.
-`error` is the relative distance from the product in float32, `first_row` a checksum of the first row's bits. The tilings
-that are tried are the best of a crude model of the chip (`predicted_us`); the table takes a tiling only where it beats
-XLA by 3 us.
+Products of gates and values (`GATED`) end in silu(gate) · value. `error` is the relative distance from the product in
+float32, `first_row` a checksum of the first row's bits. The tilings that are tried are the best of a crude model of the
+chip (`predicted_us`), from 32 rows on also with their results in fewer pieces and with a step begun before the last one is
+over. The table takes what beats XLA, from 64 rows on.
 """
 
 from __future__ import annotations
@@ -43,12 +44,15 @@ POINTS = [
     *((rows, shape) for shape in DRAFTS for rows in (128, 64, 32, 16, 8, 1)),
     *((rows, shape) for shape in SMALL for rows in (64, 8)),
 ]
+GATED = ((4096, 28672), (2048, 16384))
 READ, L2, SM_RATE, TENSOR = 4.5e12, 5.5e12, 60e9, 3.5e12  # bytes per second; multiply-adds per second and multiprocessor
-MULTIPROCESSORS = 132
+AT_ONCE = {1: 132, 2: 66, 4: 28}
+"""Clusters by their size that run at once: of 32 clusters of four some waited for the others to end (down, 128 rows: 58 us)."""
 MOST_ERROR = 6e-3  # rounding to bfloat16 alone makes 1.7e-3
-LEAST_GAIN = 3.0
-"""Microseconds that the kernel must win. XLA's products begin while the kernel before them ends, ours do not: with every win of
-2 % in the table (at 1 row 3 us a layer) a round of plain decoding took 4.27 ms instead of 4.13."""
+LEAST_GAIN, FEWEST_ROWS = 0.5, 64
+"""Microseconds that the kernel must win, and rows from which it may. XLA's products begin while the kernel before them ends
+(programmatic launches), ours do not: with every win of 2 % in the table a round of plain decoding took 4.29 ms instead of
+4.19, one of NGRAM 16 at batch 8 (128 rows) 5.41 instead of 5.52."""
 
 
 def predicted(tiling, rows: int, K: int, N: int) -> float:
@@ -80,19 +84,26 @@ def choices(rows: int, K: int, N: int, count: int) -> list:
             if K % depth or N % (columns * cluster) or (cluster > 1 and rows < 32):
                 continue
             deep, tiles = K // depth, N // (columns * cluster)
-            most = MULTIPROCESSORS // cluster
+            most = AT_ONCE[cluster]
             even = -(-deep * tiles // most)
             steps = {even, deep * -(-tiles // most)}  # cut evenly; whole tiles
             steps |= {s for s in range(even, even + 9) if deep % s == 0 or s % deep == 0}  # cut alike
             options = (Tiling(columns, depth, s, consumers, cluster) for s in sorted(steps))
             options = [t for t in options if t.fits(rows, K, N)]
             found += sorted(options, key=lambda t: predicted(t, rows, K, N))[: 2 if cluster == 1 else 1]
-    return sorted(found, key=lambda t: predicted(t, rows, K, N))[:count]
+    best = sorted(found, key=lambda t: predicted(t, rows, K, N))[:count]
+    if (K, N) in GATED:
+        best = [t for t in best if t.gates(rows, K, N)]
+    if rows >= 32:
+        others = [dataclasses.replace(t, chunk=128, begun=begun) for t in best[:2] for begun in (0, 1)]
+        best += [t for t in others if t.fits(rows, K, N)]
+    return best
 
 
 def name_of(tiling) -> str:
-    """columns/depth/steps/consumers/cluster."""
-    return "/".join(map(str, dataclasses.astuple(tiling)))
+    """columns/depth/steps/consumers/cluster, and chunk/begun where they are not the usual ones."""
+    fields = dataclasses.astuple(tiling)
+    return "/".join(map(str, fields[:5] if fields[5:] == (32, 0) else fields))
 
 
 def variants(rows: int, K: int, N: int, count: int) -> list:
@@ -100,9 +111,16 @@ def variants(rows: int, K: int, N: int, count: int) -> list:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.skinny_product import skinny_product
+    from jaxspec.models.layers import gate_values
+    from pallas_kernels.skinny_product import partial_products, skinny_product
     from pallas_kernels.tilings import product_parts
 
+    if (K, N) in GATED:
+        found = [("xla", lambda x, w: gate_values(x @ w, "silu"), None)]
+        for tiling in choices(rows, K, N, count):
+            run = jax.jit(lambda x, w, t=tiling: partial_products(x, w, t, dtype=x.dtype, gated=True)[0])
+            found.append((name_of(tiling), run, tiling))
+        return found
     found = [("xla", lambda x, w: x @ w, None)]
     parts = product_parts(rows, K, N)
     if parts > 1:
@@ -132,6 +150,8 @@ def chain(product, calls: int, repeats: int):
     import jax
     import jax.numpy as jnp
 
+    from jaxspec.models.layers import gate_values
+
     def f(x, ws, wanted):
         def body(_, x):
             for i in range(calls):
@@ -140,6 +160,8 @@ def chain(product, calls: int, repeats: int):
 
         y = product(x, ws[0])
         wanted = wanted[: x.shape[0]]
+        if y.shape != wanted.shape:
+            wanted = gate_values(wanted, "silu")
         error = jnp.linalg.norm(y.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
         return jax.lax.fori_loop(0, repeats, body, x), error, y[0]
 
@@ -229,7 +251,7 @@ def winners(rows: dict) -> dict:
     for key, kinds in sorted(points.items()):
         if len(kinds) == 2:
             kernel, xla = (min(kinds[kind], key=lambda r: r["us"]) for kind in ("kernel", "xla"))
-            if kernel["us"] < xla["us"] - LEAST_GAIN:
+            if key[0] >= FEWEST_ROWS and kernel["us"] < xla["us"] - LEAST_GAIN:
                 found[key] = tuple(kernel["tiling"]), kernel, xla
     return found
 
@@ -239,11 +261,11 @@ def table_text(rows: dict) -> str:
     lines = [
         '"""Which products the kernel of `skinny_product` takes, and how: written by `benchmarks/kernels/product.py --table`.',
         "",
-        "(compute capability, rows up to which it holds, inputs, outputs) -> columns, depth, steps, consumers, cluster. Where",
-        "nothing stands XLA was as fast, or nobody has measured.",
+        "(compute capability, rows up to which it holds, inputs, outputs) -> a `Tiling`. Where nothing stands",
+        "XLA was as fast, or nobody has measured.",
         '"""',
         "",
-        "MEASURED: dict[tuple[float, int, int, int], tuple[int, int, int, int, int]] = {",
+        "MEASURED: dict[tuple[float, int, int, int], tuple[int, ...]] = {",
     ]
     for (tokens, K, N), (tiling, kernel, xla) in winners(rows).items():
         lines.append(f"    (9.0, {tokens}, {K}, {N}): {tiling},  # {kernel['us']:.1f} us; XLA {xla['us']:.1f}")
