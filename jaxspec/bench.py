@@ -34,7 +34,8 @@ def parser() -> argparse.ArgumentParser:
         return sub
 
     def drafts(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--draft", help="a draft checkpoint, or with random weights: eagle3, eagle, dflash, uno, a model")
+        sub.add_argument("--draft", help="a draft checkpoint, or with random weights one of eagle3, eagle, mtp, dflash, "
+                         "dspark, uno, or a model as for --target")  # fmt: skip
         sub.add_argument("--algorithm", default="auto", help="auto, none, ngram, eagle3, … (default: auto: by the draft)")
 
     def answers(sub: argparse.ArgumentParser) -> None:
@@ -95,7 +96,8 @@ def parser() -> argparse.ArgumentParser:
     p_sweep.add_argument("--csv", type=Path, required=True, help="the table; settings that it holds are not measured again")
     p_sweep.add_argument("--plot", type=Path, help="a picture of it (needs matplotlib)")
     for name, default in (("batch", (1,)), ("steps", sweep.STEPS), ("topk", sweep.TOPK), ("num-draft-tokens", sweep.NODES)):
-        p_sweep.add_argument(f"--{name}", type=int, nargs="+", default=default, help=f"values to try (default: {default})")
+        text = f"values to try (default: {cli.typed(default)})"
+        p_sweep.add_argument(f"--{name}", type=int, nargs="+", default=default, help=text)
     return p
 
 

@@ -22,9 +22,26 @@ def field_help(cls: type) -> dict[str, str]:
     return {name.strip(): " ".join(body.split()) for names, body in entries for name in names.split(",")}
 
 
+def with_default(text: str, default: object) -> str:
+    """A field's help for a command line: names of fields as options, and the default as it is typed; None goes unnamed."""
+    text = re.sub(r" \(`[\w.]+`\)", "", text)  # where the code has it
+    text = re.sub(r"`([a-z]\w*)`", lambda name: f"--{name[1].replace('_', '-')}", text)
+    shown = "" if default is None else f" (default: {typed(default)})"
+    return (text.rstrip(".") + shown).replace("%", "%%")
+
+
+def typed(value: object) -> str:
+    """A value as one types it: a tuple's members side by side."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds every field of `SpecConfig` as ``--x`` and ``--speculative-x``, with its type, default and help."""
-    group = parser.add_argument_group("speculation (each also as --speculative-…, SGLang's names)")
+    group = parser.add_argument_group(
+        "speculation (each also as --speculative-…, SGLang's names)",
+        "Without --num-steps, --topk and --num-draft-tokens the tree is the one measured as fastest with the draft on this "
+        "platform, else SGLang's choice.",
+    )
     helps, types = field_help(SpecConfig), typing.get_type_hints(SpecConfig)
     for field in dataclasses.fields(SpecConfig):
         name = field.name.replace("_", "-")
@@ -32,7 +49,7 @@ def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
         if field.name in SGLANG_SPELLING:
             flags.append(f"--speculative-{SGLANG_SPELLING[field.name]}")
         kind = next((t for t in typing.get_args(types[field.name]) if t is not type(None)), types[field.name])
-        text = f"{helps.get(field.name, '')} (default: {field.default})".replace("%", "%%")
+        text = with_default(helps[field.name], field.default or None if kind is bool else field.default)
         if kind is bool:
             group.add_argument(*flags, action="store_true", help=text)
         else:

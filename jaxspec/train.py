@@ -81,25 +81,25 @@ def parser(head: str | None, cls: type[argparse.ArgumentParser] = argparse.Argum
         many = isinstance(default, tuple)
         kind = type(default[0]) if many else type(default)
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, nargs="+" if many else None,
-                           help=f"{helps[name]} (default: {default})")  # fmt: skip
+                           help=cli.with_default(helps[name], default))  # fmt: skip
 
     group = p.add_argument_group("training")
     helps, plain = cli.field_help(TrainOptions), TrainOptions(steps=1)
     module = heads.head_module(head) if head in heads.MODULES else None
     rate = "the head's" if module is None else module.LEARNING_RATE
     decay = "the head's" if module is None else getattr(module, "WEIGHT_DECAY", 0.0)
-    group.add_argument("--steps", type=int, help="optimiser steps")
-    group.add_argument("--minutes", type=float, help="time budget of the training in place of --steps (default: 10)")
+    group.add_argument("--steps", type=int, help="optimiser steps, in place of --minutes")
+    group.add_argument("--minutes", type=float, help="minutes of training, in place of --steps (default: 10)")
     group.add_argument("--lr", type=float, dest="learning_rate", help=f"AdamW's peak (default: {rate})")
     group.add_argument("--seed", type=int, default=0, help="of data and training (default: 0)")
     for name in ("batch", "weight_decay", "warmup", "clip", "held_out", "evaluate_every", "checkpoint_every"):
         default = getattr(plain, name)
         shown = decay if name == "weight_decay" else default
         group.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=None,
-                           help=f"{helps.get(name, name)} (default: {shown})")  # fmt: skip
+                           help=cli.with_default(helps[name], shown))  # fmt: skip
     group.add_argument("--evaluate-steps", type=int, help="steps between measurements, in place of seconds")
     group.add_argument("--checkpoint-steps", type=int, help="steps between checkpoints, in place of seconds")
-    group.add_argument("--stop-after", type=int, help=helps["stop_after"])
+    group.add_argument("--stop-after", type=int, help=cli.with_default(helps["stop_after"], None))
     group.add_argument(
         "--store-dtype", default="bfloat16", choices=STORE_DTYPES, help="type in which the head is stored (default: bfloat16)"
     )
@@ -108,7 +108,7 @@ def parser(head: str | None, cls: type[argparse.ArgumentParser] = argparse.Argum
     if module is not None:
         group = p.add_argument_group(f"the head ({head})")
         for name, option in module.OPTIONS.items():
-            flag, text = f"--{name.replace('_', '-')}", f"{option.help} (default: {option.default})".replace("%", "%%")
+            flag, text = f"--{name.replace('_', '-')}", cli.with_default(option.help, option.default)
             if option.type is bool:
                 group.add_argument(flag, action=argparse.BooleanOptionalAction, default=option.default, help=text)
             else:

@@ -80,6 +80,16 @@ def test_every_field_is_an_option_in_both_spellings():
         assert name in " ".join(text.split())
 
 
+def test_helps_name_options_and_defaults_as_they_are_typed():
+    assert cli.with_default("seconds; steps where `evaluate_steps` is given.", 20.0) == (
+        "seconds; steps where --evaluate-steps is given (default: 20.0)"
+    )
+    assert cli.with_default("one is drawn (`data.heat`), 100% of rows", (0.0, 0.7)) == (
+        "one is drawn, 100%% of rows (default: 0.0 0.7)"
+    )
+    assert cli.with_default("draft levels.", None) == "draft levels"
+
+
 def test_the_function_stays_the_function():
     import jaxspec
 

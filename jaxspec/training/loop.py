@@ -56,7 +56,7 @@ class TrainOptions:
       evaluate_steps: see there.
       checkpoint_every: seconds between checkpoints; steps where `checkpoint_steps` is given.
       checkpoint_steps: see there.
-      stop_after: stop behind this step, as if interrupted there, with a checkpoint; None: run to the end.
+      stop_after: stop behind this step, as if interrupted there, with a checkpoint.
     """
 
     steps: int | None = None

@@ -47,7 +47,7 @@ class SynthesisOptions:
       user_min_p: tokens below this share of the best one's probability are not written by users.
       longest_user: tokens of a user's turn at most.
       longest_answer: tokens of an answer at most; the token that then ends it does not count as written.
-      opener_share: share of rows whose first user begins with one of `dialogue.OPENERS`.
+      opener_share: share of rows whose first user begins with a stock phrase (`dialogue.OPENERS`).
       least_distinct: dialogues that repeat themselves more are dropped (`data.distinct_share`): small models left alone run in
         circles, and a head would learn little else.
       segment: the cache grows by so many positions at a time, and attention reads what is there.
