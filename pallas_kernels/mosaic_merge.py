@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.inflight import last_slot
 
@@ -183,3 +186,36 @@ def merge(
         out_ref[b, t_first, pl.ds(channel, size)] = acc
     else:
         out_ref[b, head, pl.ds(row * Dv, size)] = acc
+
+
+def merge_splits(
+    part: Float[Array, "B splits K rows Dv"],
+    lse: Float[Array, "B splits K rows"],
+    length: Int[Array, " B"],
+    positions: Int[Array, "B T"],
+    dtype,
+    *,
+    K: int,
+    G: int,
+    Dv: int,
+    T: int,
+    interpret,
+    **limits,
+) -> Float[Array, "B T H Dv"]:
+    """The splits' normalised sums and log-sum-exps (base 2) as one result, by a kernel of its own; `limits` as in `merge`."""
+    B, splits, _, rows, _ = part.shape
+    together = 128 // math.gcd(128, Dv)  # rows of a program: a multiple of 128 channels
+    neighbours = G % together == 0
+    groups = pl.cdiv(T * G, together)
+    merged = plgpu.kernel(
+        functools.partial(merge, together=together, neighbours=neighbours, G=G, Dv=Dv, T=T, **limits),
+        out_type=jax.ShapeDtypeStruct((B, T, K * G * Dv) if neighbours else (B, K, groups * together * Dv), dtype),
+        grid=(B, groups, K),
+        grid_names=("batch", "rows", "kv_head"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=not interpret),
+        interpret=interpret or None,
+    )(part.reshape(B, splits, K, rows * Dv), lse, length, jnp.pad(positions, ((0, 0), (0, together)), mode="edge"))
+    if neighbours:
+        return merged.reshape(B, T, K * G, Dv)
+    merged = merged.reshape(B, K, groups * together, Dv)[:, :, : T * G].reshape(B, K, T, G, Dv)
+    return merged.transpose(0, 2, 1, 3, 4).reshape(B, T, K * G, Dv)

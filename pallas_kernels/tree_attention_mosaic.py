@@ -1,4 +1,4 @@
-"""Tree attention for Pallas' Mosaic GPU back end (Hopper, jax 0.11 and later).
+"""Tree attention for Pallas' Mosaic GPU back end (Hopper, jax 0.11.2 and later).
 
 The work is cut into (kv head, row tile, split, sequence). Keys and values arrive by TMA, one copy per page and head, in rings
 of `num_stages` blocks; the products are wgmma, a warpgroup's of 64 rows. The table of pages does not wait for anything but
@@ -16,7 +16,6 @@ A split that is alone writes the result to its place; several are merged by a se
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels.inflight import WORD, inflight_words, last_slot
-from pallas_kernels.mosaic_merge import LOG2E, MASKED, WARPGROUP_ROWS, Exchange, divide, give, join, merge, over
+from pallas_kernels.mosaic_merge import LOG2E, MASKED, WARPGROUP_ROWS, Exchange, divide, give, join, merge_splits, over
 from pallas_kernels.tilings import Tiling
 
 AVAILABLE = hasattr(plgpu, "InterpretGPUParams") and hasattr(plgpu, "cluster_ref")  # the API as of jax 0.11.2
@@ -474,20 +473,5 @@ def tree_attention(
     if direct:
         out = out[:, :, : T * G].reshape(B, K, T, G, Dv)
         return out.transpose(0, 2, 1, 3, 4).reshape(B, T, H, Dv)
-    together = 128 // math.gcd(128, Dv)  # rows of a merging program: a multiple of 128 channels
-    neighbours = G % together == 0
-    groups = pl.cdiv(T * G, together)
-    merged = plgpu.kernel(
-        functools.partial(
-            merge, together=together, neighbours=neighbours, tokens=tokens, G=G, Dv=Dv, num_slots=num_slots, **limits
-        ),
-        out_type=jax.ShapeDtypeStruct((B, T, H * Dv) if neighbours else (B, K, groups * together * Dv), q.dtype),
-        grid=(B, groups, K),
-        grid_names=("batch", "rows", "kv_head"),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=not interpret),
-        interpret=interpret or None,
-    )(out.reshape(B, splits, K, padded * Dv), lse, length, jnp.pad(positions, ((0, 0), (0, together)), mode="edge"))
-    if neighbours:
-        return merged.reshape(B, T, H, Dv)
-    merged = merged.reshape(B, K, groups * together, Dv)[:, :, : T * G].reshape(B, K, T, G, Dv)
-    return merged.transpose(0, 2, 1, 3, 4).reshape(B, T, H, Dv)
+    heads = {"K": K, "G": G, "Dv": Dv, "tokens": tokens, "num_slots": num_slots}
+    return merge_splits(out, lse, length, positions, q.dtype, interpret=interpret, **heads, **limits)
