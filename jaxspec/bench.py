@@ -101,14 +101,21 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def need_target(args: argparse.Namespace) -> None:
+    """Refuses a command line without a target."""
+    from jaxspec.benchmarking import shapes
+
+    if args.target is None:
+        raise ConfigError(f"--target is missing: a checkpoint, or one of {', '.join(shapes.MODELS)}")
+
+
 def load(args: argparse.Namespace, with_draft: bool = True) -> tuple[Any, Any]:
     """Target and draft as the options say; the draft is None when none is named."""
     from jaxspec import loading
     from jaxspec.benchmarking import shapes
     from jaxspec.conversion.pipeline import parse_dtype
 
-    if args.target is None:
-        raise ConfigError(f"--target is missing: a checkpoint, or one of {', '.join(shapes.MODELS)}")
+    need_target(args)
     random = args.weights == "random" or (args.weights == "auto" and args.target in shapes.MODELS)
     dtype = parse_dtype(args.dtype or loading.default_dtype())
     target = shapes.random_model(args.target, dtype) if random else loading.load(args.target, dtype=args.dtype)
@@ -128,7 +135,9 @@ def row_name(algorithm: str, spec: SpecConfig) -> str:
 
 def check_round(args: argparse.Namespace) -> None:
     """Refuses options of ``bench round`` that contradict each other, before anything large is made."""
-    if args.suite is not None and (args.draft is not None or args.algorithm != "auto"):
+    if args.suite is None:
+        need_target(args)
+    elif args.draft is not None or args.algorithm != "auto":
         raise ConfigError("--suite brings its own drafts: leave --draft and --algorithm out, choose with --rows")
     share, shares = args.share
     if not 0 <= share < shares:

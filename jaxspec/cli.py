@@ -67,7 +67,8 @@ def run(main: Callable[[], int | None]) -> None:
     try:
         sys.exit(main())
     except (ConfigError, FileNotFoundError, FileExistsError, NotADirectoryError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        absent = isinstance(error, FileNotFoundError) and error.filename  # what the system says names an error number first
+        print(f"error: {error.filename} does not exist" if absent else f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
