@@ -13,7 +13,9 @@ TILINGS = [
     (4096, 6144, (128, 64, 23, 2, 1)),  # unevenly
     (4096, 4096, (256, 64, 64, 2, 1)),  # whole tiles
 ]
-SHARED = [(4096, 6144, (128, 64, 32, 2, 2)), (4096, 4096, (64, 128, 16, 1, 4)), (4096, 4096, (256, 64, 64, 2, 2))]
+SHARED = [(4096, 6144, (128, 64, 32, 2, 2)), (4096, 4096, (64, 128, 16, 1, 4)), (4096, 4096, (256, 64, 64, 2, 2)),
+          (4096, 6144, (192, 64, 16, 3, 2, 64)), (4096, 4096, (64, 128, 16, 1, 2, 128, 1))]  # fmt: skip
+GATES = [(256, 64, 64, 2, 1), (256, 64, 64, 2, 2, 128, 1)]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -36,3 +38,18 @@ def test_rows_of_a_product(case, dtype):
     np.testing.assert_allclose(every, wanted, atol=2e-4, rtol=2e-4)
     for rows in (100, 64, 33) if tiling.cluster > 1 else (100, 64, 17, 8, 5, 1):
         np.testing.assert_array_equal(np.asarray(run(x[:rows], w)), every[:rows])
+
+
+@pytest.mark.parametrize("case", range(len(GATES)))
+def test_gates_and_values_in_one(case):
+    if KERNEL is None or not KERNEL.available():
+        pytest.skip("needs Hopper and jax >= 0.11")
+    tiling = KERNEL.Tiling(*GATES[case])
+    x = jax.random.normal(jax.random.key(0), (128, 4096)).astype(jnp.bfloat16)
+    w = (jax.random.normal(jax.random.key(1), (4096, 28672)) / 64).astype(jnp.bfloat16)
+    run = jax.jit(lambda x, w: KERNEL.partial_products(x, w, tiling, dtype=x.dtype, gated=True)[0])
+    gate, value = np.split(np.asarray((x @ w).astype(jnp.float32)), 2, axis=1)
+    every = np.asarray(run(x, w), np.float32)
+    np.testing.assert_allclose(every, gate / (1 + np.exp(-gate)) * value, atol=2e-2, rtol=2e-2)
+    for rows in (100, 33) if tiling.cluster > 1 else (100, 8, 2):
+        np.testing.assert_array_equal(np.asarray(run(x[:rows], w), np.float32), every[:rows])
