@@ -58,7 +58,7 @@ def test_the_help_states_the_heads_own_defaults(capsys):
             command.parse([next(k for k, v in heads.MODULES.items() if v == module.__name__), "--help"])
         text = " ".join(capsys.readouterr().out.split())
         assert f"AdamW's peak (default: {module.LEARNING_RATE})" in text
-        assert f"AdamW's. (default: {getattr(module, 'WEIGHT_DECAY', 0.0)})" in text
+        assert f"AdamW's (default: {getattr(module, 'WEIGHT_DECAY', 0.0)})" in text
 
 
 def stored(file, **about):
