@@ -23,10 +23,10 @@ less), and with very many, in prefill, launches no longer count."""
 WIDEST = 8192
 
 
-def serves(x: Array, parts: Array) -> bool:
-    """Whether the kernel takes the case: floats, rows of a size that a program holds, not too many of them."""
+def serves(x: Array, parts: Array, least: int = LEAST_ROWS) -> bool:
+    """Whether the kernel takes the case: floats, rows of a size that a program holds, at least so many, not too many."""
     floats = all(jnp.issubdtype(a.dtype, jnp.floating) for a in (x, parts))
-    return floats and 16 <= x.shape[-1] <= WIDEST and LEAST_ROWS <= x.size // x.shape[-1] <= MOST_ROWS
+    return floats and 16 <= x.shape[-1] <= WIDEST and least <= x.size // x.shape[-1] <= MOST_ROWS
 
 
 def available() -> bool:

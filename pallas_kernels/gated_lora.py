@@ -23,6 +23,7 @@ from pallas_kernels.tilings import MULTIPROCESSORS
 
 MOST_ROWS = 64
 COLUMNS = 64  # of a program
+WARPS = 8
 LEAST_CHUNK = 16  # rows of b in a product: what a tensor core takes
 
 
@@ -187,7 +188,7 @@ def _gated_lora(y, hidden, b, gate, *, scale: float, of_tile: tuple[int, ...] | 
         in_specs=[whole(x) for x in arrays],
         out_specs=whole(out),
         out_shape=out,
-        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="gated_lora",
     )(*arrays).reshape(B, T, own_columns)

@@ -280,8 +280,8 @@ def partial_products(
     *,
     dtype=jnp.float32,
     beside: Float[Array, "K M"] | None = None,
-    following: Float[Array, "K2 N2"] | tuple[Array, ...] | None = None,
-    ahead: Ahead | tuple[Ahead, ...] | None = None,
+    following: Float[Array, "K2 N2"] | None = None,
+    ahead: Ahead | None = None,
     gated: bool = False,
     interpret=None,
 ) -> Float[Array, "parts R N_plus_M"]:
@@ -293,7 +293,7 @@ def partial_products(
       tiling: one that `fits`.
       dtype: of the sums, which are added up in float32.
       beside: more weights, whose columns go on behind those of w.
-      following: weights that are multiplied next, of which `ahead` is fetched into the L2 cache; or several of both.
+      following: weights that are multiplied next, of which `ahead` is fetched into the L2 cache.
       gated: the columns of w are gates and as many values; the result is silu(gate) · value, N / 2 columns in one part.
       interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
@@ -314,10 +314,7 @@ def partial_products(
     wide = tiling.columns // fold
 
     programs = pl.cdiv(total, tiling.steps) * tiling.cluster
-    nexts = () if following is None else following if isinstance(following, tuple) else (following,)
-    aheads = ahead if isinstance(ahead, tuple) else (ahead,) * len(nexts)
-    asked = [(each, what) for each, what in zip(nexts, aheads, strict=True) if what is not None]
-    nexts, aheads = [each for each, _ in asked], [what for _, what in asked]
+    ahead = ahead if following is not None else None
 
     def product_kernel(x_hbm, *refs):
         w_hbms, refs = refs[: len(weights)], refs[len(weights) :]
@@ -331,8 +328,8 @@ def partial_products(
         )  # fmt: skip
 
         def behind():
-            for each, what in zip(next_hbm, aheads, strict=True):
-                _fetch_ahead(each, what, program=run * tiling.cluster + peer, programs=programs)
+            if ahead is not None:
+                _fetch_ahead(*next_hbm, ahead, program=run * tiling.cluster + peer, programs=programs)
 
         @pl.when(wg == tiling.consumers)
         def _():
@@ -361,7 +358,7 @@ def partial_products(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
         **clusters,
-    )(x, *weights, *nexts)
+    )(x, *weights, *(() if ahead is None else (following,)))
     return result[:, :rows]
 
 

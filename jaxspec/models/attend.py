@@ -13,7 +13,6 @@ from jaxspec.kvcache import LayerKV, Slots, write
 from jaxspec.models.decoder import Attend
 from jaxspec.models.layers import product_and_hidden
 from pallas_kernels import gated_rope_write, groups_queries, rope_write, tree_attention
-from pallas_kernels.product import AHEAD_OF_ATTENTION
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +86,7 @@ class PagedAttend:
         return self.attention(layer, q, **options), layer
 
     def fused_with_adapter(
-        self, layer: LayerKV, x: Float[Array, "B T E"], qkv: dict, following: dict, angles, **options
+        self, layer: LayerKV, x: Float[Array, "B T E"], qkv: dict, angles, **options
     ) -> tuple[Array, LayerKV] | None:
         """`fused` behind a projection with an adapter, whose second half is part of the kernel; None: not served.
 
@@ -95,7 +94,6 @@ class PagedAttend:
           layer: the layer's pools.
           x: what is projected.
           qkv: the projection, with ``lora``.
-          following: the layer that multiplies next (`layers.dense`).
           angles: from `layers.rope_angles`.
           **options: of `attention`.
         """
@@ -106,7 +104,7 @@ class PagedAttend:
             return None
         if not gated_rope_write.serves(x, lora["b"], blocks, angles[0], *layer):
             return None
-        both = product_and_hidden(x, qkv, lora, following, AHEAD_OF_ATTENTION)
+        both = product_and_hidden(x, qkv, lora)
         if both is None:
             return None
         queries = jax.ShapeDtypeStruct((*x.shape[:2], lora["b"].shape[1] // D - 2 * layer.k.shape[2], D), x.dtype)

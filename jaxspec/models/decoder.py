@@ -168,7 +168,7 @@ def attention_in_parts(
     options = {"scale": config.attention_scale, "window": window, "softcap": config.attention_softcap}
     fuses, done = hasattr(attend, "fused") and not config.qk_norm and not config.attention_gate, None
     if fuses and "lora" in params["qkv"]:
-        done = attend.fused_with_adapter(cache, x, params["qkv"], params["out"], angles, **options)
+        done = attend.fused_with_adapter(cache, x, params["qkv"], angles, **options)
     if done is None:
         parts = dense_in_parts(x, params["qkv"], params["out"], AHEAD_OF_ATTENTION)
         if fuses:
@@ -231,7 +231,8 @@ def layer_in_parts(
         if config.sandwich_norms:
             parts = alone(parts, "post_attention_norm")
     with jax.named_scope("mlp"):
-        x, normed = add_and_norm(x, parts, params["mlp_norm"], config.norm_eps, config.norm_plus_one)
+        adapted = "lora" in params["attention"]["out"]
+        x, normed = add_and_norm(x, parts, params["mlp_norm"], config.norm_eps, config.norm_plus_one, adapted)
         if "moe" in params:
             parts = mixture_of_experts(normed, params["moe"], config)[None]
         else:
@@ -296,7 +297,8 @@ def run_layers(
         kept = rows if last else None
         x, parts, cache = layer_in_parts(x, hidden, layer, config, i, angles[i], attends[i], caches[i], kept, following)
         norm = params["final_norm"] if last else every[i + 1]["input_norm"]
-        x, hidden = add_and_norm(x, parts, norm, config.norm_eps, config.norm_plus_one)
+        adapted = "lora" in layer.get("mlp", {}).get("down", {})
+        x, hidden = add_and_norm(x, parts, norm, config.norm_eps, config.norm_plus_one, adapted)
         stream.append(x)
         updated.append(cache)
     return stream, hidden, tuple(updated)

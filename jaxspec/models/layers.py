@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.config import ModelConfig, RopeConfig
 from pallas_kernels import adapted_product, add_norm, device, lora_shrink
 from pallas_kernels import gated_lora as kernels
-from pallas_kernels.product import AHEAD, gated_product, product, product_in_parts
+from pallas_kernels.product import gated_product, product, product_in_parts
 from pallas_kernels.tilings import product_parts
 
 
@@ -30,7 +30,7 @@ def dense(x: Float[Array, "*R I"], layer: dict, following: dict | None = None, d
     product comes next: the GPU kernel reads ahead in its weights. The result is of `dtype`, None for the type of x.
     """
     if "lora" in layer:
-        return dense_with_lora(x, layer, following)
+        return dense_with_lora(x, layer)
     kernel, dtype = layer["kernel"], x.dtype if dtype is None else dtype
     if isinstance(kernel, dict):
         y = jnp.matmul(x, kernel["q"].astype(x.dtype), preferred_element_type=dtype) * kernel["scale"].astype(dtype)
@@ -67,9 +67,7 @@ def dense_for_norm(x: Float[Array, "B T I"], layer: dict, following: dict | None
     return dense(x, layer, following)[None] if few else dense_in_parts(x, layer, following)
 
 
-def dense_with_lora(
-    x: Float[Array, "B T I"], layer: dict, following: dict | None = None, silu: bool = False
-) -> Float[Array, "B T O"]:
+def dense_with_lora(x: Float[Array, "B T I"], layer: dict, silu: bool = False) -> Float[Array, "B T O"]:
     """`gated_lora` on `dense`, on a GPU with the adapter's products as kernels; the last adds up the parts of all others.
 
     ``lora`` holds the arguments of `gated_lora`; its `blocks` names the block of rows of ``b`` that may differ from zero in
@@ -81,26 +79,19 @@ def dense_with_lora(
     if not (isinstance(scale, float) and kernels.available() and kernels.serves(x, b, silu)):
         y = gated_lora(x, dense(x, layer), a, b, scale, gate)
         return gate_values(y, "silu") if silu else y
-    both = product_and_hidden(x, layer, lora, following)
+    both = product_and_hidden(x, layer, lora)
     if both is not None:
         return kernels.gated_lora(both, None, b, gate, scale=scale, blocks=blocks, silu=silu)
     hidden = lora_shrink.lora_shrink(x, a) if lora_shrink.serves(x, a) else dense_in_parts(x, {"kernel": a})
     return kernels.gated_lora(dense_in_parts(x, layer), hidden, b, gate, scale=scale, blocks=blocks, silu=silu)
 
 
-def product_and_hidden(
-    x: Float[Array, "B T I"], layer: dict, lora: dict, following: dict | None = None, most: int = AHEAD
-) -> Float[Array, "parts B T O_plus_rank"] | None:
-    """x @ kernel and, behind it, x @ a, in parts; None where no kernel does both (`pallas_kernels.adapted_product`).
-
-    Up to `most` bytes of the kernel in `following` are read ahead, if it has an adapter, too.
-    """
+def product_and_hidden(x: Float[Array, "B T I"], layer: dict, lora: dict) -> Float[Array, "parts B T O_plus_rank"] | None:
+    """x @ kernel and, behind it, x @ a, in parts; None where no kernel does both (`pallas_kernels.adapted_product`)."""
     if not {"kernel"} <= layer.keys() <= {"kernel", "lora"} or isinstance(layer["kernel"], dict):
         return None
-    behind = following_kernel(following, x.dtype)
-    behind = (behind, following["lora"]["a"]) if behind is not None and "lora" in following else None
     kernel = layer["kernel"].astype(x.dtype)
-    return adapted_product.adapted_product(x, kernel, lora["a"], lora["b"], lora.get("blocks"), behind, most)
+    return adapted_product.adapted_product(x, kernel, lora["a"], lora["b"], lora.get("blocks"))
 
 
 def gated_lora(
@@ -129,10 +120,14 @@ def add_up(parts: Float[Array, "parts *R O"], dtype) -> Float[Array, "*R O"]:
 
 
 def add_and_norm(
-    x: Float[Array, "*R E"], parts: Float[Array, "parts *R E"], layer: dict, eps: float, plus_one: bool = False
-) -> tuple[Float[Array, "*R E"], Float[Array, "*R E"]]:
-    """The residual stream with a sublayer's output added, which comes in parts, and its `rms_norm`."""
-    if add_norm.available() and add_norm.serves(x, parts):
+    x: Float[Array, "*R E"], parts: Float[Array, "parts *R E"], layer: dict, eps: float, plus_one: bool = False,
+    adapted: bool = False,
+) -> tuple[Float[Array, "*R E"], Float[Array, "*R E"]]:  # fmt: skip
+    """The residual stream with a sublayer's output added, which comes in parts, and its `rms_norm`.
+
+    `adapted` says that the sublayer ends in an adapter, thus in a kernel of ours: XLA cannot make the sum part of that.
+    """
+    if add_norm.available() and add_norm.serves(x, parts, 1 if adapted else add_norm.LEAST_ROWS):
         return _add_norm(x, parts, layer["scale"], eps, plus_one)
     x = x + add_up(parts, x.dtype)
     return x, rms_norm(x, layer, eps, plus_one)
@@ -178,7 +173,7 @@ def gated_mlp_in_parts(
 def gated(x: Float[Array, "*R E"], mlp: dict, name: str) -> Float[Array, "*R F"]:
     """act(gate(x)) * up(x)."""
     if name == "silu" and "lora" in mlp["gate_up"]:
-        return dense_with_lora(x, mlp["gate_up"], mlp["down"], silu=True)
+        return dense_with_lora(x, mlp["gate_up"], silu=True)
     layer, following = mlp["gate_up"], following_kernel(mlp["down"], x.dtype)
     if name == "silu" and layer.keys() == {"kernel"} and not isinstance(layer["kernel"], dict):
         done = gated_product(x, layer["kernel"].astype(x.dtype), following)

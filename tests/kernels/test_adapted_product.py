@@ -45,7 +45,7 @@ CASES = {
 def test_columns_go_on_behind_those_of_the_weight(case, monkeypatch, capfd):
     rows, inputs, outputs, rank, tiling = CASES[case]
     monkeypatch.setattr(device, "capability", lambda: 9.0)
-    monkeypatch.setattr(adapted_product, "TILINGS", {(inputs, outputs, rank): tiling})
+    monkeypatch.setattr(adapted_product, "TILINGS", {(16, inputs, outputs, rank): tiling})
     x, w, a, b = operands(rows, inputs, outputs, rank)
     found = adapted_product.adapted_product(x, w, a, b, interpret=interpreted())
     tiling = KERNEL.Tiling(*tiling)
@@ -60,7 +60,7 @@ def test_columns_go_on_behind_those_of_the_weight(case, monkeypatch, capfd):
 
 
 def test_what_is_not_served(monkeypatch):
-    monkeypatch.setattr(adapted_product, "TILINGS", {(256, 128, 64): (64, 64, 4, 1, 1)})
+    monkeypatch.setattr(adapted_product, "TILINGS", {(16, 256, 128, 64): (64, 64, 4, 1, 1)})
     x, w, a, b = operands(8, 256, 128, 64)
     assert adapted_product.adapted_product(x, w, a, b) is None  # no GPU
     monkeypatch.setattr(device, "capability", lambda: 9.0)
@@ -69,14 +69,29 @@ def test_what_is_not_served(monkeypatch):
     assert adapted_product.tiling_of(x.astype(jnp.float32), w.astype(jnp.float32), a.astype(jnp.float32)) is None
     assert adapted_product.tiling_of(jnp.concatenate([x] * 3, 1), w, a) is None  # 24 rows
     monkeypatch.setattr(device, "capability", lambda: 8.0)
-    assert adapted_product.tiling_of(x, w, a) is None
+    assert adapted_product.tiling_of(x, w, a) is None and adapted_product.joins(x, w, a)
+    assert not adapted_product.joins(jnp.concatenate([x] * 9, 1), w, a)  # 72 rows
+    assert not adapted_product.joins(x, w, a[:, :32]) and not adapted_product.joins(x[:, :1], w, a)
+    assert not adapted_product.joins(x.astype(jnp.float32), w, a)
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(8, 1), (8, 4), (40, 1)])
+def test_elsewhere_xla_multiplies_both_at_once(rows, parts, monkeypatch):
+    monkeypatch.setattr(device, "capability", lambda: 8.0)
+    monkeypatch.setattr(adapted_product, "product_parts", lambda rows, inputs, outputs: parts)
+    x, w, a, b = operands(rows, 256, 192, 64)
+    found = adapted_product.adapted_product(x, w, a, b)
+    assert found.shape == (parts, 1, rows, 256) and found.dtype == (jnp.bfloat16 if parts == 1 else jnp.float32)
+    total = np.asarray(found, np.float64).sum(0)[0]
+    tolerance = 2e-2 if parts == 1 else 1e-4
+    np.testing.assert_allclose(total, np.concatenate([exact(x[0], w), exact(x[0], a)], 1), rtol=tolerance, atol=tolerance)
 
 
 def test_numbers_of_parts_are_even():
     """`gated_lora` adds up all parts of all columns."""
-    for (inputs, outputs, rank), entry in adapted_product.TILINGS.items():
+    for (most, inputs, outputs, rank), entry in adapted_product.TILINGS.items():
         tiling = KERNEL.Tiling(*entry)
-        assert all(tiling.fits(rows, inputs, n) for rows in (1, adapted_product.MOST_ROWS) for n in (outputs, rank))
+        assert all(tiling.fits(rows, inputs, n) for rows in (1, most) for n in (outputs, rank))
         counts = tiling.parts(inputs, outputs + rank)
         assert counts.min() == counts.max()
         assert counts.size * inputs // tiling.depth // tiling.steps <= 132  # programs, all at once on an H200
@@ -98,11 +113,10 @@ def test_layers_with_an_adapter_take_it(shape, monkeypatch):
     x, w, a, b = operands(0, 256, 256, 128, blocks, shape)
     gate = jnp.broadcast_to(jnp.arange(shape[1])[None, :, None] > 0, (*shape[:2], 1))
     mlp = {"gate_up": {"kernel": w, "lora": dict(a=a, b=b, scale=2.0, gate=gate, blocks=blocks)}}
-    mlp["down"] = {"kernel": w[:128], "lora": {"a": a[:128]}}
     wanted, plain = layers.gated(x, mlp, "silu"), layers.dense(x, mlp["gate_up"])
     calls, kernel = [], KERNEL.partial_products
     monkeypatch.setattr(device, "capability", lambda: 9.0)
-    monkeypatch.setattr(adapted_product, "TILINGS", {(256, 256, 128): (128, 64, 4, 2, 1), (128, 256, 128): (128, 64, 2, 2, 1)})
+    monkeypatch.setattr(adapted_product, "TILINGS", {(16, 256, 256, 128): (128, 64, 4, 2, 1)})
 
     def run(*args, **options):
         calls.append(options["ahead"])
@@ -113,26 +127,15 @@ def test_layers_with_an_adapter_take_it(shape, monkeypatch):
     monkeypatch.setattr(second, "gated_lora", lambda *args, **o: gated(*args, **o | {"interpret": True}))
     found = layers.gated(x, mlp, "silu")
     np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), rtol=3e-2, atol=3e-2)
-    found = layers.dense(x, mlp["gate_up"], {"kernel": w})
+    found = layers.dense(x, mlp["gate_up"])
     np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(plain, np.float32), rtol=3e-2, atol=3e-2)
-    assert [[what.blocks for what in ahead] for ahead in calls] == [[(0, 0, 1, 1), None], [(0, 0, 1, 1)]]
-    assert calls[0][1] == KERNEL.Ahead(KERNEL.Tiling(128, 64, 2, 2, 1), 2)  # of the next product's two programs
+    assert [ahead.blocks for ahead in calls] == [(0, 0, 1, 1)] * 2
 
 
-def test_how_much_of_the_next_product_is_read_ahead(monkeypatch):
+@pytest.mark.parametrize(("rows", "inputs", "outputs", "rank"), adapted_product.TILINGS)
+def test_it_lowers_for_cuda(rows, inputs, outputs, rank, monkeypatch):
     monkeypatch.setattr(device, "capability", lambda: 9.0)
-    monkeypatch.setattr(adapted_product, "TILINGS", {(256, 256, 64): (64, 64, 4, 1, 1)})
-    x, w, a, _ = operands(8, 256, 256, 64)
-    step = 4 * 64 * 64 * 2  # bytes of one step of all programs
-    units = [getattr(adapted_product._ahead_of_product(x, w, a, most), "units", None) for most in (0, step, 3 * step, 1 << 20)]
-    assert units == [None, 1, 3, 4]
-    assert adapted_product._ahead_of_product(x, w[:128], a[:128], 1 << 20) is None  # not a product of this kernel
-
-
-@pytest.mark.parametrize(("inputs", "outputs", "rank"), adapted_product.TILINGS)
-def test_it_lowers_for_cuda(inputs, outputs, rank, monkeypatch):
-    monkeypatch.setattr(device, "capability", lambda: 9.0)
-    shapes = (1, 8, inputs), (inputs, outputs), (inputs, rank), (rank, outputs)
+    shapes = (1, rows, inputs), (inputs, outputs), (inputs, rank), (rank, outputs)
     avals = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     with pretend_h200():
         text = jax.jit(adapted_product.adapted_product).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
