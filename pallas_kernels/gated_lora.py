@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,12 +25,18 @@ from pallas_kernels.tilings import MULTIPROCESSORS
 MOST_ROWS = 64
 COLUMNS = 64  # of a program
 WARPS = 8
+CHUNK = 64  # rows of b in a step
 LEAST_CHUNK = 16  # rows of b in a product: what a tensor core takes
 
 
 def _chunk(rank: int) -> int:
-    """The largest power of two that divides the rank, at most 128."""
-    return min(rank & -rank, 128)
+    """Rows of b in a step: the largest power of two that divides the rank, at most `CHUNK`."""
+    return min(rank & -rank, CHUNK)
+
+
+def stages(used: int) -> int:
+    """Depth of the pipeline over `used` rows of b: all of them, up to four steps at once."""
+    return min(used // _chunk(used), 4) + 1
 
 
 def _columns(outputs: int) -> int:
@@ -86,7 +93,10 @@ def gated_lora(
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Inside a kernel: some columns of an adapted product, for all rows. Every load is asked for before anything waits.
+    """Inside a kernel: some columns of an adapted product, for all rows.
+
+    The loop over the rank is a pipeline of asynchronous copies as long as the loop itself: all of it is asked for before
+    anything waits. (Loads into registers wait for each other, as the compiler keeps few.)
 
     Attributes:
       y, hidden, b: references; x @ a begins at column `behind` of `hidden`.
@@ -116,32 +126,41 @@ class Columns:
         mask = exists if count == part.size else exists & (part < count)
         return plt.load(ref.at[jnp.minimum(part, count - 1), self.at[:, None], index[:, None]], mask=mask, other=0)
 
-    def _inner(self, block):
-        chunk, start = _chunk(self.used), jnp.maximum(block, 0) * self.used
-        return [start + first + jnp.arange(chunk) for first in range(0, self.used, chunk)]
+    def _added(self, parts):
+        return (parts if parts.shape[1] == 1 else parts.astype(jnp.float32)).sum(1).astype(self.b.dtype)
 
-    def ask_hidden(self, block) -> list:
-        """The columns of x @ a that belong to a block of b."""
-        return [self._parts(self.hidden, self.behind + i[None]) for i in self._inner(block)]
+    def adapted(self, groups: list[tuple[Array, list[Array]]], opened: Callable[[], Bool[Array, "rows 1"]]) -> list[Array]:
+        """x @ w in closed rows, with the adapter in those that are open; what is not finite there becomes 0.
 
-    def ask(self, column, block) -> tuple:
-        """Columns [1, n] of x @ w and, of the block of that number, those of b; -1: no block."""
-        right = [plt.load(self.b.at[i[:, None], column], mask=block >= 0, other=0) for i in self._inner(block)]
-        return self._parts(self.y, column), right
-
-    def finish(self, found: tuple, hidden: list, opened: Bool[Array, "rows 1"]) -> Array:
-        """x @ w in closed rows, with the adapter in those that are open; what is not finite there becomes 0."""
-        (own, right), dtype = found, self.b.dtype
-
-        def added(parts):
-            return (parts if parts.shape[1] == 1 else parts.astype(jnp.float32)).sum(1).astype(dtype)
-
+        Args:
+          groups: (block of b, columns [1, n]) for columns of one block each; -1: no block.
+          opened: loads the gate.
+        """
+        dtype, columns = self.b.dtype, [each for _, some in groups for each in some]
+        own, opened = [self._parts(self.y, each) for each in columns], opened()
         precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-        change = sum(plt.dot(added(x), w, precision=precision) for x, w in zip(hidden, right, strict=True))
-        own = added(own)
-        changed = (own.astype(jnp.float32) + self.scale * change).astype(dtype)
-        changed = jnp.where(jnp.abs(changed.astype(jnp.float32)) < jnp.inf, changed, jnp.zeros_like(changed))
-        return jnp.where(opened, changed, own)
+        chunk = _chunk(self.used)
+
+        def step(i, found):
+            changes = iter(found)
+            new = []
+            for block, some in groups:
+                inner = jnp.maximum(block, 0) * self.used + i * chunk + jnp.arange(chunk)
+                left = self._added(self._parts(self.hidden, self.behind + inner[None]))
+                for each in some:
+                    right = plt.load(self.b.at[inner[:, None], each], mask=block >= 0, other=0)
+                    new.append(next(changes) + plt.dot(left, right, precision=precision))
+            return new
+
+        zeros = [jnp.zeros((self.rows, each.shape[1]), jnp.float32) for each in columns]
+        changes = lax.fori_loop(0, self.used // chunk, step, zeros)
+        found = []
+        for parts, change in zip(own, changes, strict=True):
+            y = self._added(parts)
+            changed = (y.astype(jnp.float32) + self.scale * change).astype(dtype)
+            changed = jnp.where(jnp.abs(changed.astype(jnp.float32)) < jnp.inf, changed, jnp.zeros_like(changed))
+            found.append(jnp.where(opened, changed, y))
+        return found
 
 
 STATIC = ("scale", "of_tile", "used", "silu", "interpret")
@@ -166,10 +185,8 @@ def _gated_lora(y, hidden, b, gate, *, scale: float, of_tile: tuple[int, ...] | 
         if of_tile is not None:
             tables = np.array(of_tile).reshape(halves, -1)
             blocks = [lookup(table, pl.program_id(0)) for table in tables]
-        asked = [columns.ask(half * own_columns + column, block) for half, block in enumerate(blocks)]
-        inner = [columns.ask_hidden(block) for block in blocks]
-        opened = plt.load(gate_ref.at[columns.at[:, 0]])[:, None] != 0
-        found = [columns.finish(*each, opened) for each in zip(asked, inner, strict=True)]
+        groups = [(block, [half * own_columns + column]) for half, block in enumerate(blocks)]
+        found = columns.adapted(groups, lambda: plt.load(gate_ref.at[columns.at[:, 0]])[:, None] != 0)
         out = found[0]
         if silu:
             z, value = (x.astype(jnp.float32) for x in found)
@@ -188,7 +205,7 @@ def _gated_lora(y, hidden, b, gate, *, scale: float, of_tile: tuple[int, ...] | 
         in_specs=[whole(x) for x in arrays],
         out_specs=whole(out),
         out_shape=out,
-        compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=stages(used)),
         interpret=interpret,
         name="gated_lora",
     )(*arrays).reshape(B, T, own_columns)

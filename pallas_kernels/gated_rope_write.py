@@ -82,11 +82,11 @@ def _gated_rope_write(y, b, gate, cos, sin, page, slot, k_pages, v_pages, *, sca
         columns = Columns(y_ref, y_ref, b_ref, outputs, R, rows, used, scale)
         head, channel, at = pl.program_id(0), jnp.arange(half)[None], columns.at
         block, kv, place = lookup(np.array(of_head), head), head // (G + 2), head % (G + 2)
-        asked = [columns.ask(head * D + offset + channel, block) for offset in (0, half)]
-        hidden = columns.ask_hidden(block)
-        opened, pages, slots = (plt.load(ref.at[at[:, 0]])[:, None] for ref in (gate_ref, page_ref, slot_ref))
+        pages, slots = (plt.load(ref.at[at[:, 0]])[:, None] for ref in (page_ref, slot_ref))
         c, s = (plt.load(ref.at[at, channel]) for ref in (cos_ref, sin_ref))
-        first, second = (columns.finish(found, hidden, opened != 0).astype(jnp.float32) for found in asked)
+        groups = [(block, [head * D + offset + channel for offset in (0, half)])]
+        found = columns.adapted(groups, lambda: plt.load(gate_ref.at[at[:, 0]])[:, None] != 0)
+        first, second = (each.astype(jnp.float32) for each in found)
         row = jnp.arange(rows)[:, None]
         written = (row < R) & (pages >= 0) & (pages < P)
         # What is not stored lies outside the arrays, too: interpreted stores drop these, while masked ones collide.
@@ -113,7 +113,7 @@ def _gated_rope_write(y, b, gate, cos, sin, page, slot, k_pages, v_pages, *, sca
         out_specs=[whole(x) for x in shapes],
         out_shape=shapes,
         input_output_aliases={7: 1, 8: 2},
-        compiler_params=plt.CompilerParams(num_warps=gated_lora.WARPS, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=gated_lora.WARPS, num_stages=gated_lora.stages(used)),
         interpret=interpret,
         name="gated_rope_write",
     )(*inputs)
