@@ -94,4 +94,4 @@ def _ahead(b: Array, blocks: np.ndarray | None):
     if outputs % COLUMNS or depth % 64 or depth > 256 or (blocks is not None and (blocks != np.repeat(tiles, COLUMNS)).any()):
         return None
     kernel = skinny_kernel()
-    return kernel.Ahead(kernel.Tiling(COLUMNS, depth, 1), 1, tuple(tiles.tolist()))
+    return kernel.Ahead(kernel.Tiling(COLUMNS, depth, 1), tuple(tiles.tolist()))

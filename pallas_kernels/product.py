@@ -14,10 +14,6 @@ from pallas_kernels.product_table import MEASURED
 
 ROWS = (1, 8, 16, 32, 64, 128)
 """Numbers of rows that were measured; a product of any other number takes what the next larger one takes."""
-AHEAD = 0
-"""Bytes of the next product's weights that a product fetches into the L2 cache when small kernels lie between the two."""
-AHEAD_OF_ATTENTION = 0
-"""The same where attention lies between them."""
 
 
 @functools.cache
@@ -41,16 +37,16 @@ def measured_tiling(x: Array, w: Array):
     return tiling if tiling.fits(rows, *w.shape) else None
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5, 6))
-def _parts(x, w, following, tiling, dtype, ahead, gated):
-    return _kernel().partial_products(x, w, tiling, dtype=dtype, following=following, ahead=ahead, gated=gated)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def _parts(x, w, tiling, dtype, gated):
+    return _kernel().partial_products(x, w, tiling, dtype=dtype, gated=gated)
 
 
 @_parts.defjvp
-def _differentiated(tiling, dtype, ahead, gated, primals, tangents):
+def _differentiated(tiling, dtype, gated, primals, tangents):
     """Where a derivative is wanted XLA multiplies: the first part is everything."""
 
-    def multiply(x, w, _):
+    def multiply(x, w):
         y = (x @ w).astype(dtype)[None]
         if gated:
             gate, value = jnp.split(y, 2, axis=-1)
@@ -60,73 +56,35 @@ def _differentiated(tiling, dtype, ahead, gated, primals, tangents):
     return jax.jvp(multiply, primals, tangents)
 
 
-def ahead_of(x: Array, w: Array, most: int):
-    """Which part of w the product before it fetches, for a product of as many rows as x has; None: nothing.
-
-    What the kernel begins with, or all of a small w for XLA, which begins anywhere.
-    """
-    if w.ndim != 2 or w.dtype.itemsize != 2 or not most:
-        return None
-    tiling = measured_tiling(jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[0]), x.dtype), w)
-    if tiling is None:
-        deep, wide = (next((n for n in (128, 64) if size % n == 0), None) for size in w.shape)
-        if w.size * 2 > most or None in (deep, wide):
-            return None
-        return _kernel().Ahead(_kernel().Tiling(wide, deep, w.shape[0] // deep), w.shape[0] // deep)
-    total = w.size // (tiling.depth * tiling.columns * tiling.cluster)
-    programs = -(-total // tiling.steps) * tiling.cluster
-    units = min(most // (2 * tiling.depth * tiling.columns * programs), tiling.steps)
-    # A product that can gate does so, except in the rare model whose gates are not silu.
-    return _kernel().Ahead(tiling, units, gated=tiling.gates(x.size // x.shape[-1], *w.shape)) if units else None
-
-
-def product_in_parts(
-    x: Float[Array, "*R I"], w: Float[Array, "I O"], following: Array | None = None, most: int | None = None, dtype=None
-) -> Float[Array, "parts *R O"] | None:
+def product_in_parts(x: Float[Array, "*R I"], w: Float[Array, "I O"], dtype=None) -> Float[Array, "parts *R O"] | None:
     """x @ w by the kernel, in partial sums (float32 if there are several) for whatever adds them up; None: leave it to XLA.
 
     A single part is of `dtype`, None for the type of x.
-
-    Of `following`, the weights of the product that comes next, up to `most` bytes (None: `AHEAD`) are fetched meanwhile.
     """
     tiling = measured_tiling(x, w)
     if tiling is None:
         return None
     counts = tiling.parts(*w.shape)
     rows = x.reshape(-1, x.shape[-1])
-    ahead = None if following is None else ahead_of(x, following, AHEAD if most is None else most)
-    following = None if ahead is None else following
-    p = _parts(rows, w, following, tiling, (dtype or x.dtype) if counts.max() == 1 else jnp.float32, ahead, False)
+    p = _parts(rows, w, tiling, (dtype or x.dtype) if counts.max() == 1 else jnp.float32, False)
     if counts.min() != counts.max():  # not all of them exist everywhere
         p = _kernel().add_parts(p, tiling, w.shape[0])[None]
     return p.reshape(-1, *x.shape[:-1], w.shape[1])
 
 
-def gated_product(
-    x: Float[Array, "*R I"], w: Float[Array, "I 2F"], following: Array | None = None
-) -> Float[Array, "*R F"] | None:
-    """silu(gate) · value of the columns of x @ w, gates first, in one kernel; None: leave it to XLA.
-
-    `following` as in `product_in_parts`.
-    """
+def gated_product(x: Float[Array, "*R I"], w: Float[Array, "I 2F"]) -> Float[Array, "*R F"] | None:
+    """silu(gate) · value of the columns of x @ w, gates first, in one kernel; None: leave it to XLA."""
     tiling = measured_tiling(x, w)
     if tiling is None or not tiling.gates(x.size // x.shape[-1], *w.shape):
         return None
-    ahead = None if following is None else ahead_of(x, following, AHEAD)
-    following = None if ahead is None else following
-    y = _parts(x.reshape(-1, x.shape[-1]), w, following, tiling, x.dtype, ahead, True)
+    y = _parts(x.reshape(-1, x.shape[-1]), w, tiling, x.dtype, True)
     return y.reshape(*x.shape[:-1], w.shape[1] // 2)
 
 
-def product(
-    x: Float[Array, "*R I"], w: Float[Array, "I O"], following: Array | None = None, dtype=None
-) -> Float[Array, "*R O"]:
-    """x @ w, by the kernel where the table of measurements has it; `following` as in `product_in_parts`.
-
-    The sums are rounded to `dtype`, None for the type of x.
-    """
+def product(x: Float[Array, "*R I"], w: Float[Array, "I O"], dtype=None) -> Float[Array, "*R O"]:
+    """x @ w, by the kernel where the table of measurements has it; sums are rounded to `dtype`, None for the type of x."""
     dtype = x.dtype if dtype is None else dtype
-    parts = product_in_parts(x, w, following, dtype=dtype)
+    parts = product_in_parts(x, w, dtype)
     if parts is None:
         return jnp.matmul(x, w, preferred_element_type=dtype)
     return functools.reduce(jnp.add, parts).astype(dtype)

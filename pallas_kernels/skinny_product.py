@@ -13,9 +13,6 @@ warpgroup fetches by TMA, one or two multiply. What limits such a product beside
   L2 cache, with 256 columns half as many. `cluster=2` halves that again: two neighbours work on neighbouring tiles, each
   fetches half of the tokens and TMA hands them to both.
 * About 35 KB must be under way per multiprocessor to cover the latency: 3 to 8 stages, as many as shared memory holds.
-* Between two products the memory rests: the last tiles are multiplied and written, small kernels run, the next product
-  starts. `Ahead` says which weights come next; their first steps are fetched into the L2 cache as soon as a program has
-  asked for the last of its own.
 """
 
 from __future__ import annotations
@@ -101,16 +98,15 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True)
 class Ahead:
-    """What the product behind this one begins with: the first `units` steps of every program of `tiling`.
+    """What is fetched into the L2 cache of weights that a kernel behind this one reads.
 
-    With `blocks` only the step of that number of every column tile, nothing of tiles that have -1. `gated`: that product
-    is (`partial_products`).
+    Attributes:
+      tiling: its columns and depth say how large a block is.
+      blocks: for each column tile the number of the block along the inputs, -1 for none.
     """
 
     tiling: Tiling
-    units: int
-    blocks: tuple[int, ...] | None = None
-    gated: bool = False
+    blocks: tuple[int, ...]
 
 
 def tokens_of(rows: int) -> int:
@@ -185,38 +181,17 @@ def _halves(w_hbm, tile, tiling):
 
 
 def _fetch_ahead(next_hbm, ahead, *, program, programs):
-    """Asks the L2 cache for what the programs of the next product begin with, shared out over those of this one."""
-    tiling, (inputs, outputs) = ahead.tiling, next_hbm.shape
-    if ahead.blocks is not None:
-
-        def ask_block(i, _):
-            tile = program + i * programs
-            step = lookup(np.array(ahead.blocks), jnp.minimum(tile, len(ahead.blocks) - 1))
-            exists = (tile < len(ahead.blocks)) & (step >= 0)
-            inner = pl.ds(jnp.maximum(step, 0) * tiling.depth, tiling.depth)
-            columns = pl.ds(jnp.minimum(tile, len(ahead.blocks) - 1) * tiling.columns, tiling.columns)
-            plgpu.async_prefetch(next_hbm.at[inner, columns], predicate=exists)
-
-        lax.fori_loop(0, pl.cdiv(len(ahead.blocks), programs), ask_block, None)
-        return
-    deep = inputs // tiling.depth
-    total = deep * (outputs // (tiling.columns * tiling.cluster))
-    runs = -(-total // tiling.steps)
-    units = min(ahead.units, tiling.steps)
-    count = runs * tiling.cluster * units
+    """Asks the L2 cache for blocks of other weights, shared out over the programs. More than it can queue is forgotten."""
+    columns, depth, last = ahead.tiling.columns, ahead.tiling.depth, len(ahead.blocks) - 1
 
     def ask(i, _):
-        item = program + i * programs  # neighbours ask for neighbouring programs' blocks
-        which, step = lax.rem(item, jnp.int32(runs * tiling.cluster)), lax.div(item, jnp.int32(runs * tiling.cluster))
-        unit = lax.div(which, jnp.int32(tiling.cluster)) * tiling.steps + step
-        tile = lax.div(unit, jnp.int32(deep)) * tiling.cluster + lax.rem(which, jnp.int32(tiling.cluster))
-        inner = pl.ds(lax.rem(unit, jnp.int32(deep)) * tiling.depth, tiling.depth)
-        exists = (item < count) & (unit < total)
-        whole = (pl.ds(tile * tiling.columns, tiling.columns),)
-        for columns in _halves(next_hbm, tile, tiling) if ahead.gated else whole:
-            plgpu.async_prefetch(next_hbm.at[inner, columns], predicate=exists)
+        tile = program + i * programs
+        at = jnp.minimum(tile, last)
+        step = lookup(np.array(ahead.blocks), at)
+        block = next_hbm.at[pl.ds(jnp.maximum(step, 0) * depth, depth), pl.ds(at * columns, columns)]
+        plgpu.async_prefetch(block, predicate=(tile <= last) & (step >= 0))
 
-    lax.fori_loop(0, pl.cdiv(count, programs), ask, None)
+    lax.fori_loop(0, pl.cdiv(last + 1, programs), ask, None)
 
 
 def _multiply(
@@ -293,7 +268,7 @@ def partial_products(
       tiling: one that `fits`.
       dtype: of the sums, which are added up in float32.
       beside: more weights, whose columns go on behind those of w.
-      following: weights that are multiplied next, of which `ahead` is fetched into the L2 cache.
+      following: other weights, of which `ahead` is fetched into the L2 cache.
       gated: the columns of w are gates and as many values; the result is silu(gate) · value, N / 2 columns in one part.
       interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """

@@ -141,8 +141,7 @@ def step(
             x = normed if config.norm_before_residual else hidden
         else:
             x = mixed = dense(jnp.concatenate([embedding, hidden], -1), params["fc"])
-        inputs = (mixed, p["attention"], c, windows[0], angles[0], attend, caches[0])
-        parts, cache = decoder.attention_in_parts(*inputs, following=p["mlp"]["gate_up"])
+        parts, cache = decoder.attention_in_parts(mixed, p["attention"], c, windows[0], angles[0], attend, caches[0])
         updated = [cache]
     with jax.named_scope("mlp"):
         x, normed = add_and_norm(x, parts, p["mlp_norm"], c.norm_eps)

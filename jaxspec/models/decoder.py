@@ -32,7 +32,6 @@ from jaxspec.models.layers import (
     split_qkv,
 )
 from jaxspec.models.moe import mixture_of_experts, moe_shapes
-from pallas_kernels.product import AHEAD_OF_ATTENTION
 
 # attend(layer_cache, q [B,T,H,Dk], k [B,T,K,Dk], v [B,T,K,Dv], *, scale, window, softcap) -> (out [B,T,H,Dv], layer_cache)
 # It may have a method `fused` that takes queries, keys and values before the rotary embedding (`attend.PagedAttend`).
@@ -158,19 +157,15 @@ def attention_block(
 
 
 def attention_in_parts(
-    x: Float[Array, "B T E"], params: dict, config: ModelConfig, window: int | None, angles, attend: Attend, cache,
-    following: dict | None = None,
-) -> tuple[Float[Array, "parts B T E"], Any]:  # fmt: skip
-    """Projections, q/k norms, rotary embedding, attention, a sigmoid gate (Qwen3-Next), output projection in parts.
-
-    `following` is the layer that multiplies next (`layers.dense`).
-    """
+    x: Float[Array, "B T E"], params: dict, config: ModelConfig, window: int | None, angles, attend: Attend, cache
+) -> tuple[Float[Array, "parts B T E"], Any]:
+    """Projections, q/k norms, rotary embedding, attention, a sigmoid gate (Qwen3-Next), output projection in parts."""
     options = {"scale": config.attention_scale, "window": window, "softcap": config.attention_softcap}
     fuses, done = hasattr(attend, "fused") and not config.qk_norm and not config.attention_gate, None
     if fuses and "lora" in params["qkv"]:
         done = attend.fused_with_adapter(cache, x, params["qkv"], angles, **options)
     if done is None:
-        parts = dense_in_parts(x, params["qkv"], params["out"], AHEAD_OF_ATTENTION)
+        parts = dense_in_parts(x, params["qkv"])
         if fuses:
             done = attend.fused(cache, split_heads(parts, config), x.dtype, angles, **options)
     if done is None:
@@ -186,7 +181,7 @@ def attention_in_parts(
     out = out.reshape(*x.shape[:2], -1)
     if config.attention_gate:
         out = out * jax.nn.sigmoid(gate)
-    return dense_for_norm(out, params["out"], following), cache
+    return dense_for_norm(out, params["out"]), cache
 
 
 def decoder_layer(
@@ -200,7 +195,7 @@ def decoder_layer(
 
 def layer_in_parts(
     x: Float[Array, "B T E"], normed: Float[Array, "B T E"], params: dict, config: ModelConfig, layer: int, angles,
-    attend: Attend, cache, rows: Int[Array, "B R"] | None = None, following: dict | None = None,
+    attend: Attend, cache, rows: Int[Array, "B R"] | None = None,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "parts B T E"], Any]:  # fmt: skip
     """A layer before its last sum, so that a kernel can make it together with the norm behind it.
 
@@ -209,7 +204,6 @@ def layer_in_parts(
       normed: its `input_norm`.
       params, config, layer, angles, attend, cache: see `decoder_layer`.
       rows: those that go through the MLP and come out; None: all.
-      following: the layer that multiplies next (`layers.dense`).
 
     Returns:
       The residual stream with the attention's output in it, what the MLP adds in parts, the cache.
@@ -221,7 +215,7 @@ def layer_in_parts(
     with jax.named_scope("attention"):
         inputs = (normed, params["attention"], config, config.windows[layer], angles, attend, cache)
         if config.mla is None:
-            parts, cache = attention_in_parts(*inputs, following=params["mlp"]["gate_up"] if "mlp" in params else None)
+            parts, cache = attention_in_parts(*inputs)
         else:
             y, cache = latent_attention(*inputs)
             parts = y[None]
@@ -236,7 +230,7 @@ def layer_in_parts(
         if "moe" in params:
             parts = mixture_of_experts(normed, params["moe"], config)[None]
         else:
-            parts = gated_mlp_in_parts(normed, params["mlp"], config.activation, following)
+            parts = gated_mlp_in_parts(normed, params["mlp"], config.activation)
         if config.sandwich_norms:
             parts = alone(parts, "post_mlp_norm")
     return x, parts, cache
@@ -293,9 +287,8 @@ def run_layers(
     hidden = rms_norm(x, every[0]["input_norm"], config.norm_eps, config.norm_plus_one)
     for i, layer in enumerate(every):
         last = i == config.num_layers - 1
-        following = None if last else every[i + 1]["attention"].get("qkv")
         kept = rows if last else None
-        x, parts, cache = layer_in_parts(x, hidden, layer, config, i, angles[i], attends[i], caches[i], kept, following)
+        x, parts, cache = layer_in_parts(x, hidden, layer, config, i, angles[i], attends[i], caches[i], kept)
         norm = params["final_norm"] if last else every[i + 1]["input_norm"]
         adapted = "lora" in layer.get("mlp", {}).get("down", {})
         x, hidden = add_and_norm(x, parts, norm, config.norm_eps, config.norm_plus_one, adapted)

@@ -16,18 +16,12 @@ from pallas_kernels.product import gated_product, product, product_in_parts
 from pallas_kernels.tilings import product_parts
 
 
-def following_kernel(layer: dict | None, dtype) -> Array | None:
-    """The weights of a product that comes next, for `pallas_kernels.product`; None where they are stored otherwise."""
-    kernel = None if layer is None else layer.get("kernel")
-    return kernel if isinstance(kernel, jax.Array) and kernel.dtype == dtype else None
-
-
-def dense(x: Float[Array, "*R I"], layer: dict, following: dict | None = None, dtype=None) -> Float[Array, "*R O"]:
+def dense(x: Float[Array, "*R I"], layer: dict, dtype=None) -> Float[Array, "*R O"]:
     """x @ kernel + bias: the one place through which every product with a weight goes.
 
     ``kernel`` is an array [in, out] or a pair {"q": int8 [in, out], "scale": [out]}. ``lora`` holds the arguments of
-    `gated_lora`; only a draft pass puts it there (`jaxspec.drafters.uno_model.adapted`). `following` is the layer whose
-    product comes next: the GPU kernel reads ahead in its weights. The result is of `dtype`, None for the type of x.
+    `gated_lora`; only a draft pass puts it there (`jaxspec.drafters.uno_model.adapted`). The result is of `dtype`,
+    None for the type of x.
     """
     if "lora" in layer:
         return dense_with_lora(x, layer)
@@ -35,21 +29,16 @@ def dense(x: Float[Array, "*R I"], layer: dict, following: dict | None = None, d
     if isinstance(kernel, dict):
         y = jnp.matmul(x, kernel["q"].astype(x.dtype), preferred_element_type=dtype) * kernel["scale"].astype(dtype)
     else:
-        y = product(x, kernel.astype(x.dtype), following_kernel(following, x.dtype), dtype)
+        y = product(x, kernel.astype(x.dtype), dtype)
     return y + layer["bias"].astype(dtype) if "bias" in layer else y
 
 
-def dense_in_parts(
-    x: Float[Array, "B T I"], layer: dict, following: dict | None = None, most: int | None = None
-) -> Float[Array, "parts B T O"]:
-    """`dense` as partial sums in float32 where a GPU had better cut the product along its inputs, else in one part.
-
-    Up to `most` bytes of the product in `following` are read ahead (`pallas_kernels.product.product_in_parts`).
-    """
+def dense_in_parts(x: Float[Array, "B T I"], layer: dict) -> Float[Array, "parts B T O"]:
+    """`dense` as partial sums in float32 where a GPU had better cut the product along its inputs, else in one part."""
     kernel = layer["kernel"]
     if layer.keys() != {"kernel"} or isinstance(kernel, dict) or device.capability() is None:
-        return dense(x, layer, following)[None]
-    by_kernel = product_in_parts(x, kernel.astype(x.dtype), following_kernel(following, x.dtype), most)
+        return dense(x, layer)[None]
+    by_kernel = product_in_parts(x, kernel.astype(x.dtype))
     if by_kernel is not None:
         return by_kernel
     inputs, outputs = kernel.shape
@@ -61,10 +50,10 @@ def dense_in_parts(
     return jnp.einsum("BTSI,SIO->SBTO", x, kernel, preferred_element_type=jnp.float32)
 
 
-def dense_for_norm(x: Float[Array, "B T I"], layer: dict, following: dict | None = None) -> Float[Array, "parts B T O"]:
+def dense_for_norm(x: Float[Array, "B T I"], layer: dict) -> Float[Array, "parts B T O"]:
     """`dense` for `add_and_norm`: in parts only where that is a kernel; elsewhere XLA adds its own parts up best."""
     few = x.shape[0] * x.shape[1] < add_norm.LEAST_ROWS
-    return dense(x, layer, following)[None] if few else dense_in_parts(x, layer, following)
+    return dense(x, layer)[None] if few else dense_in_parts(x, layer)
 
 
 def dense_with_lora(x: Float[Array, "B T I"], layer: dict, silu: bool = False) -> Float[Array, "B T O"]:
@@ -163,23 +152,21 @@ def gated_mlp(x: Float[Array, "*R E"], mlp: dict, name: str) -> Float[Array, "*R
     return dense(gated(x, mlp, name), mlp["down"])
 
 
-def gated_mlp_in_parts(
-    x: Float[Array, "B T E"], mlp: dict, name: str, following: dict | None = None
-) -> Float[Array, "parts B T E"]:
-    """`gated_mlp` in parts, as `dense_for_norm`, whose `following` it takes."""
-    return dense_for_norm(gated(x, mlp, name), mlp["down"], following)
+def gated_mlp_in_parts(x: Float[Array, "B T E"], mlp: dict, name: str) -> Float[Array, "parts B T E"]:
+    """`gated_mlp` in parts, as `dense_for_norm`."""
+    return dense_for_norm(gated(x, mlp, name), mlp["down"])
 
 
 def gated(x: Float[Array, "*R E"], mlp: dict, name: str) -> Float[Array, "*R F"]:
     """act(gate(x)) * up(x)."""
     if name == "silu" and "lora" in mlp["gate_up"]:
         return dense_with_lora(x, mlp["gate_up"], silu=True)
-    layer, following = mlp["gate_up"], following_kernel(mlp["down"], x.dtype)
+    layer = mlp["gate_up"]
     if name == "silu" and layer.keys() == {"kernel"} and not isinstance(layer["kernel"], dict):
-        done = gated_product(x, layer["kernel"].astype(x.dtype), following)
+        done = gated_product(x, layer["kernel"].astype(x.dtype))
         if done is not None:
             return done
-    return gate_values(dense(x, layer, mlp["down"]), name)
+    return gate_values(dense(x, layer), name)
 
 
 def gate_values(y: Float[Array, "*R 2F"], name: str) -> Float[Array, "*R F"]:

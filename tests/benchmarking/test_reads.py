@@ -110,7 +110,7 @@ def test_weights_that_are_read_ahead_count_where_they_are_multiplied(joined):
     if not skinny_product.AVAILABLE:
         pytest.skip("this jax has no Mosaic GPU kernels")
     tiling = skinny_product.Tiling(128, 64, 8, 2, 1)
-    ahead = skinny_product.Ahead(tiling, 2)
+    ahead = skinny_product.Ahead(tiling, (0, 1))
     shapes = (128, 512), (512, 256), (256, 512), (512, 128)
     x, w, following, beside = (jnp.zeros(shape, jnp.bfloat16) for shape in shapes)
 
