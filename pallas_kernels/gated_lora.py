@@ -26,6 +26,7 @@ MOST_ROWS = 64
 COLUMNS = 64  # of a program
 WARPS = 8
 CHUNK = 64  # rows of b in a step
+MOST_BYTES = 160 * 1024  # of shared memory for the pipeline
 LEAST_CHUNK = 16  # rows of b in a product: what a tensor core takes
 
 
@@ -34,9 +35,18 @@ def _chunk(rank: int) -> int:
     return min(rank & -rank, CHUNK)
 
 
-def stages(used: int) -> int:
-    """Depth of the pipeline over `used` rows of b: all of them, up to four steps at once."""
-    return min(used // _chunk(used), 4) + 1
+def stages(used: int, hidden: Array, rows: int, groups: int, b: Array, columns: int) -> int:
+    """Depth of the pipeline over `used` rows of b: all of them, up to four steps at once, if shared memory holds them.
+
+    Args:
+      used: rows of b in a block.
+      hidden: x @ a in parts; `rows` rows of it are read for each of so many `groups` of columns.
+      b: the second matrix, `columns` of which a program reads.
+    """
+    chunk = _chunk(used)
+    sums = groups * rows * pl.next_power_of_2(hidden.shape[0]) * hidden.dtype.itemsize
+    step = chunk * (sums + columns * b.dtype.itemsize)
+    return max(1, min(used // chunk + 1, 5, MOST_BYTES // step))
 
 
 def _columns(outputs: int) -> int:
@@ -205,7 +215,9 @@ def _gated_lora(y, hidden, b, gate, *, scale: float, of_tile: tuple[int, ...] | 
         in_specs=[whole(x) for x in arrays],
         out_specs=whole(out),
         out_shape=out,
-        compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=stages(used)),
+        compiler_params=plt.CompilerParams(
+            num_warps=WARPS, num_stages=stages(used, arrays[-1] if hidden is not None else y, rows, halves, b, halves * width)
+        ),
         interpret=interpret,
         name="gated_lora",
     )(*arrays).reshape(B, T, own_columns)

@@ -113,7 +113,7 @@ def _gated_rope_write(y, b, gate, cos, sin, page, slot, k_pages, v_pages, *, sca
         out_specs=[whole(x) for x in shapes],
         out_shape=shapes,
         input_output_aliases={7: 1, 8: 2},
-        compiler_params=plt.CompilerParams(num_warps=gated_lora.WARPS, num_stages=gated_lora.stages(used)),
+        compiler_params=plt.CompilerParams(num_warps=gated_lora.WARPS, num_stages=gated_lora.stages(used, y, rows, 1, b, D)),
         interpret=interpret,
         name="gated_rope_write",
     )(*inputs)
