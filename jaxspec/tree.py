@@ -96,7 +96,8 @@ def from_parents(
     parent = jnp.where(valid & ~is_root, parent, -1)
     own = jnp.eye(nodes, dtype=bool)
     seen = own | (parent[..., None] == index)
-    for _ in range((nodes - 1).bit_length()):  # each squaring doubles how many generations a node sees
+    # Each squaring doubles how many generations a node sees; one that does not see the root within max_depth is not kept.
+    for _ in range(min(nodes - 1, max(max_depth - 1, 0)).bit_length()):
         seen = jnp.matmul(seen.astype(jnp.float32), seen.astype(jnp.float32)) > 0
     depth = seen.sum(-1, dtype=jnp.int32) - 1
     valid = valid & seen[..., 0] & (depth <= max_depth)

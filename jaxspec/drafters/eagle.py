@@ -151,8 +151,8 @@ class EagleDrafter(Drafter):
         return out[:, :1] if alone else out, layers
 
     def logits(self, params, ctx: RoundContext, hidden: Float[Array, "*R E"]) -> Float[Array, "*R Vd"]:
-        """Draft logits behind recurrent states."""
-        return eagle_model.logits(params, self.draft, ctx.params, ctx.config, hidden)
+        """Draft logits behind recurrent states; straight from the product, which saves the kernel that would convert them."""
+        return eagle_model.logits(params, self.draft, ctx.params, ctx.config, hidden, exact=True)
 
     def best(self, params, ctx: RoundContext, hidden: Float[Array, "*R E"], k: int) -> tuple[Array, Array]:
         """The k most probable continuations as target ids (temperature 1, as SGLang drafts)."""

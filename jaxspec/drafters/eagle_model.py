@@ -156,14 +156,19 @@ def step(
 
 
 def logits(
-    params: dict, config: EagleConfig, target: dict, target_config: ModelConfig, state: Float[Array, "*R E"]
+    params: dict,
+    config: EagleConfig,
+    target: dict,
+    target_config: ModelConfig,
+    state: Float[Array, "*R E"],
+    exact: bool = False,
 ) -> Float[Array, "*R Vd"]:
-    """Logits over the draft vocabulary, in float32, behind a recurrent state."""
+    """Logits over the draft vocabulary, in float32, behind a recurrent state; `exact`: see `decoder.unembed`."""
     if config.fused and not config.norm_output:
         state = rms_norm(state, params["final_norm"], config.layers.norm_eps)
     if not config.own_head:
-        return decoder.unembed(target, target_config, state)
-    return dense(state, params["head"]).astype(jnp.float32)
+        return decoder.unembed(target, target_config, state, exact)
+    return dense(state, params["head"], dtype=jnp.float32 if exact else None).astype(jnp.float32)
 
 
 def to_target_ids(params: dict, config: EagleConfig, ids: Int[Array, "*R"]) -> Int[Array, "*R"]:
