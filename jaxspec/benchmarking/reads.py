@@ -16,7 +16,9 @@ from jaxspec.round import Program, RoundState, round_step
 
 _MULTIPLY = {"dot_general", "pallas_call", "custom_vmap_call"}
 """Primitives that a weight enters to be multiplied: products, and our kernels on Triton and (wrapped by Pallas) Mosaic GPU."""
-_VIEWS = {"convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "slice", "dynamic_slice"}
+_VIEWS = {
+    "convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "slice", "dynamic_slice", "concatenate",
+}  # fmt: skip
 
 
 def round_reads(program: Program, params: Any, draft_params: Any, state: RoundState, context: int) -> dict[str, int]:
@@ -110,7 +112,7 @@ class _Tracer:
                         length = self.context if window is None else min(window, self.context)
                         heads = var.aval.shape[-2] * var.aval.shape[-1] * var.aval.dtype.itemsize
                         self.bytes[part_of(scope, False)] += self.batch * length * heads
-            elif name in _VIEWS and given[0] and given[0][0] == "weight":
+            elif name in _VIEWS and given[0] and given[0][0] == "weight" and (name != "concatenate" or all(given)):
                 stored = given[0][1] or eqn.invars[0].aval.dtype.itemsize
                 kinds[eqn.outvars[0]] = ("weight", stored)
             elif pools:  # a write: the pool of the same shape that comes out

@@ -92,6 +92,14 @@ def test_every_floor_of_the_peer_table(row):
     assert found == pytest.approx(PEER_FLOOR_MS[row] + again, abs=0.006)
 
 
+def test_weights_that_xla_multiplies_as_one_count():
+    x, w, a = (jnp.zeros(shape, jnp.bfloat16) for shape in ((8, 512), (512, 256), (512, 64)))
+    program = jax.make_jaxpr(lambda x, w, a: x @ jnp.concatenate([w, a], 1))(x, w, a).jaxpr
+    tracer = reads._Tracer(batch=1, context=1)
+    tracer.walk(program, dict.fromkeys(program.invars[1:], ("weight", None)), "target/mlp")
+    assert tracer.bytes == {"products": (w.size + a.size) * 2}
+
+
 def test_weights_that_a_mosaic_kernel_multiplies_count():
     skinny_product = pytest.importorskip("pallas_kernels.skinny_product")
     if not skinny_product.AVAILABLE:
