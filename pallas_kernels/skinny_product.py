@@ -29,7 +29,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import device
-from pallas_kernels.lookup import lookup
 
 AVAILABLE = hasattr(plgpu, "InterpretGPUParams")  # the API as of jax 0.11
 SMEM_BYTES = 227 * 1024  # what a program may use on Hopper
@@ -96,19 +95,6 @@ class Tiling:
         return (first + deep - 1) // self.steps - first // self.steps + 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Ahead:
-    """What is fetched into the L2 cache of weights that a kernel behind this one reads.
-
-    Attributes:
-      tiling: its columns and depth say how large a block is.
-      blocks: for each column tile the number of the block along the inputs, -1 for none.
-    """
-
-    tiling: Tiling
-    blocks: tuple[int, ...]
-
-
 def tokens_of(rows: int) -> int:
     """The number of tokens that a program for so many rows is built for."""
     return next(t for t in ROWS if rows <= t)
@@ -132,12 +118,11 @@ def _tiled(size: int, dtype):
 
 
 def _fetch(
-    x_hbm, w_hbms, x_smem, w_smem, full, empty, *, start, stop, tile_steps, peer, tiling, stages, tokens, gated, behind
+    x_hbm, w_hbm, x_smem, w_smem, full, empty, *, start, stop, tile_steps, peer, tiling, stages, tokens, gated
 ):  # fmt: skip
-    """The producer: a ring of `stages` blocks of w and x, each refilled when all who read it are done; `behind` the last.
+    """The producer: a ring of `stages` blocks of w and x, each refilled when all who read it are done.
 
-    Column tiles behind those of the first of `w_hbms` are those of the second. Half of a tile that is `gated` are columns
-    of the first half of w, the other half the columns as far behind the middle of w.
+    Half of a tile that is `gated` are columns of the first half of w, the other half the columns as far behind the middle.
     """
     every_row = pl.ds(start * 0, tokens)  # not a constant, which may not exceed the rows of x
 
@@ -145,18 +130,10 @@ def _fetch(
         tile, step = lax.div(unit, jnp.int32(tile_steps)), lax.rem(unit, jnp.int32(tile_steps))
         inner = pl.ds(step * tiling.depth, tiling.depth)
         shared = {"collective_axes": "peer"} if tiling.cluster > 1 else {}
-        first = 0
-        for i, columns in enumerate(_halves(w_hbms[0], tile * tiling.cluster + peer, tiling) if gated else ()):
-            plgpu.copy_gmem_to_smem(w_hbms[0].at[inner, columns], w_smem.at[slot, i], full.at[slot])
-        for w_hbm in () if gated else w_hbms:
-            tiles = w_hbm.shape[1] // (tiling.columns * tiling.cluster)
-            columns = pl.ds(((tile - first) * tiling.cluster + peer) * tiling.columns, tiling.columns)
-            copy = functools.partial(plgpu.copy_gmem_to_smem, w_hbm.at[inner, columns], w_smem.at[slot, 0], full.at[slot])
-            if len(w_hbms) == 1:
-                copy()
-            else:
-                pl.when((tile >= first) & (tile < first + tiles))(copy)
-            first += tiles
+        which = tile * tiling.cluster + peer
+        whole = (pl.ds(which * tiling.columns, tiling.columns),)
+        for i, columns in enumerate(_halves(w_hbm, which, tiling) if gated else whole):
+            plgpu.copy_gmem_to_smem(w_hbm.at[inner, columns], w_smem.at[slot, i], full.at[slot])
         plgpu.copy_gmem_to_smem(x_hbm.at[every_row, inner], x_smem.at[slot], full.at[slot], **shared)
 
     def refill(unit, _):
@@ -170,7 +147,6 @@ def _fetch(
     for i in range(stages):
         pl.when(start + i < stop)(functools.partial(fetch, start + i, i))
     lax.fori_loop(start + stages, stop, refill, None)
-    behind()
     lax.fori_loop(jnp.maximum(stop - stages, start), stop, drain, None)
 
 
@@ -178,20 +154,6 @@ def _halves(w_hbm, tile, tiling):
     """The gates' and the values' columns of a tile."""
     half = tiling.columns // 2
     return pl.ds(tile * half, half), pl.ds(w_hbm.shape[1] // 2 + tile * half, half)
-
-
-def _fetch_ahead(next_hbm, ahead, *, program, programs):
-    """Asks the L2 cache for blocks of other weights, shared out over the programs. More than it can queue is forgotten."""
-    columns, depth, last = ahead.tiling.columns, ahead.tiling.depth, len(ahead.blocks) - 1
-
-    def ask(i, _):
-        tile = program + i * programs
-        at = jnp.minimum(tile, last)
-        step = lookup(np.array(ahead.blocks), at)
-        block = next_hbm.at[pl.ds(jnp.maximum(step, 0) * depth, depth), pl.ds(at * columns, columns)]
-        plgpu.async_prefetch(block, predicate=(tile <= last) & (step >= 0))
-
-    lax.fori_loop(0, pl.cdiv(last + 1, programs), ask, None)
 
 
 def _multiply(
@@ -247,19 +209,16 @@ def _multiply(
     plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(jax.jit, static_argnames=("tiling", "dtype", "ahead", "gated", "interpret"))  # lowered once for all layers
+@functools.partial(jax.jit, static_argnames=("tiling", "dtype", "gated", "interpret"))  # lowered once for all layers
 def partial_products(
     x: Float[Array, "R K"],
     w: Float[Array, "K N"],
     tiling: Tiling,
     *,
     dtype=jnp.float32,
-    beside: Float[Array, "K M"] | None = None,
-    following: Float[Array, "K2 N2"] | None = None,
-    ahead: Ahead | None = None,
     gated: bool = False,
     interpret=None,
-) -> Float[Array, "parts R N_plus_M"]:
+) -> Float[Array, "parts R N"]:
     """x @ w in partial sums; where `tiling.parts` has fewer for a tile than for others, what lies behind is not written.
 
     Args:
@@ -267,18 +226,15 @@ def partial_products(
       w: weights.
       tiling: one that `fits`.
       dtype: of the sums, which are added up in float32.
-      beside: more weights, whose columns go on behind those of w.
-      following: other weights, of which `ahead` is fetched into the L2 cache.
       gated: the columns of w are gates and as many values; the result is silu(gate) · value, N / 2 columns in one part.
       interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
-    (rows, inputs), weights = x.shape, (w,) if beside is None else (w, beside)
-    outputs = sum(each.shape[1] for each in weights)
+    (rows, inputs), outputs = x.shape, w.shape[1]
     tokens = tokens_of(rows)
-    if not all(tiling.fits(rows, inputs, each.shape[1]) for each in weights):
+    if not tiling.fits(rows, inputs, outputs):
         raise ValueError(f"{tiling} does not fit a product of {rows} rows, {inputs} inputs and {outputs} outputs")
-    if gated and (beside is not None or not tiling.gates(rows, inputs, outputs)):
-        raise ValueError(f"{tiling} cannot gate a product of {inputs} inputs and {outputs} outputs, or beside another one")
+    if gated and not tiling.gates(rows, inputs, outputs):
+        raise ValueError(f"{tiling} cannot gate a product of {inputs} inputs and {outputs} outputs")
     if rows > 8 and rows % 8:  # TMA splits the rows in eights, and 8 or fewer are one piece
         x = jnp.pad(x, ((0, -rows % 8), (0, 0)))
     tile_steps, parts = inputs // tiling.depth, tiling.parts(inputs, outputs)
@@ -288,12 +244,7 @@ def partial_products(
     fold = 2 if gated else 1  # columns of w for one of the result
     wide = tiling.columns // fold
 
-    programs = pl.cdiv(total, tiling.steps) * tiling.cluster
-    ahead = ahead if following is not None else None
-
-    def product_kernel(x_hbm, *refs):
-        w_hbms, refs = refs[: len(weights)], refs[len(weights) :]
-        *next_hbm, p_hbm, x_smem, w_smem, out_smem, full, empty = refs
+    def product_kernel(x_hbm, w_hbm, p_hbm, x_smem, w_smem, out_smem, full, empty):
         run, wg = lax.axis_index("run"), lax.axis_index("wg")
         peer = lax.axis_index("peer") if tiling.cluster > 1 else 0
         start = run * tiling.steps
@@ -302,13 +253,9 @@ def partial_products(
             stages=stages, tokens=tokens, gated=gated,
         )  # fmt: skip
 
-        def behind():
-            if ahead is not None:
-                _fetch_ahead(*next_hbm, ahead, program=run * tiling.cluster + peer, programs=programs)
-
         @pl.when(wg == tiling.consumers)
         def _():
-            _fetch(x_hbm, w_hbms, x_smem, w_smem, full, empty, behind=behind, **place)
+            _fetch(x_hbm, w_hbm, x_smem, w_smem, full, empty, **place)
 
         @pl.when(wg < tiling.consumers)
         def _():
@@ -333,7 +280,7 @@ def partial_products(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
         **clusters,
-    )(x, *weights, *(() if ahead is None else (following,)))
+    )(x, w)
     return result[:, :rows]
 
 

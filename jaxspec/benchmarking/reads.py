@@ -62,15 +62,6 @@ def _pools(state: RoundState, windows: tuple[int | None, ...]) -> Iterable[list]
     yield of(flat[target:], ())
 
 
-def _multiplied(eqn: Any) -> int:
-    """How many operands of a Mosaic product, the rows first, make up its columns: of what follows it only reads ahead."""
-    count, columns, wanted = 1, 0, eqn.outvars[0].aval.shape[-1]
-    while count < len(eqn.invars) and columns < wanted:
-        columns += (eqn.invars[count].aval.shape or (0,))[-1]
-        count += 1
-    return count
-
-
 class _Tracer:
     """Follows weights and pools through a program and adds up what is read.
 
@@ -98,8 +89,7 @@ class _Tracer:
                 kinds |= {v: k for v, k in zip(eqn.outvars, found, strict=True) if k}
                 continue
             if name in _MULTIPLY:
-                count = _multiplied(eqn) if name == "custom_vmap_call" else len(given)
-                for var, kind in zip(eqn.invars[:count], given[:count], strict=True):
+                for var, kind in zip(eqn.invars, given, strict=True):
                     if kind and kind[0] == "weight" and var.aval.ndim > 1:  # not a norm's scale
                         stored = kind[1] or var.aval.dtype.itemsize
                         self.bytes[part_of(scope, True)] += var.aval.size * stored

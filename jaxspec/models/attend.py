@@ -110,7 +110,7 @@ class PagedAttend:
         queries = jax.ShapeDtypeStruct((*x.shape[:2], lora["b"].shape[1] // D - 2 * layer.k.shape[2], D), x.dtype)
         with jax.named_scope("kv_write"):
             q, *pools = gated_rope_write.gated_rope_write(
-                both, lora["b"], gate, *angles, *layer, *self.slots, scale=scale, blocks=blocks,
+                both[None], lora["b"], gate, *angles, *layer, *self.slots, scale=scale, blocks=blocks,
                 by_head=groups_queries(queries, *layer, self.page_table),
             )  # fmt: skip
         layer = LayerKV(*pools)

@@ -110,23 +110,3 @@ def test_weights_that_a_mosaic_kernel_multiplies_count():
     tracer = reads._Tracer(batch=1, context=1)
     tracer.walk(program, {program.invars[1]: ("weight", None)}, "target/mlp")
     assert tracer.bytes == {"products": w.size * 2}
-
-
-@pytest.mark.parametrize("joined", [False, True])
-def test_weights_that_are_read_ahead_count_where_they_are_multiplied(joined):
-    skinny_product = pytest.importorskip("pallas_kernels.skinny_product")
-    if not skinny_product.AVAILABLE:
-        pytest.skip("this jax has no Mosaic GPU kernels")
-    tiling = skinny_product.Tiling(128, 64, 8, 2, 1)
-    ahead = skinny_product.Ahead(tiling, (0, 1))
-    shapes = (128, 512), (512, 256), (256, 512), (512, 128)
-    x, w, following, beside = (jnp.zeros(shape, jnp.bfloat16) for shape in shapes)
-
-    def run(x, w, following, beside):
-        options = {"beside": beside} if joined else {}
-        return skinny_product.partial_products(x, w, tiling, following=following, ahead=ahead, **options)
-
-    program = jax.make_jaxpr(run)(x, w, following, beside).jaxpr
-    tracer = reads._Tracer(batch=1, context=1)
-    tracer.walk(program, dict.fromkeys(program.invars[1:], ("weight", None)), "target/mlp")
-    assert tracer.bytes == {"products": (w.size + joined * beside.size) * 2}
