@@ -1,0 +1,49 @@
+"""UNO's draft pass in bfloat16: with the kernels of its adapter and without."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import SpecConfig
+from jaxspec.benchmarking import rounds, shapes
+from jaxspec.drafters import uno_model
+from jaxspec.drafters.uno_config import UnoConfig
+from jaxspec.models import decoder
+from jaxspec.params import DraftParams, ModelParams
+from jaxspec.round import context
+from pallas_kernels import gated_lora
+
+CONFIG = dataclasses.replace(
+    shapes.MODELS["llama-3.1-8b"],
+    num_layers=2, windows=(), vocab_size=4096, hidden_size=1024, num_heads=8, num_kv_heads=2, ffn_size=2048,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("rank", "batch", "rows"), [(64, 1, 8), (128, 1, 16), (64, 8, 8), (16, 1, 8)])
+def test_a_draft_pass(rank, batch, rows, monkeypatch):
+    adapter = UnoConfig(CONFIG, rank=rank, alpha=rank / 2)
+    target = ModelParams(shapes.random_tree(decoder.param_shapes(CONFIG), 0, jnp.bfloat16), CONFIG)
+    draft = DraftParams(shapes.random_tree(uno_model.param_shapes(adapter), 1, jnp.bfloat16), adapter)
+    case = rounds.RoundCase("uno", "UNO", SpecConfig(num_draft_tokens=rows), batch, 100, None)
+    session = rounds.prepare(case, target, draft, 2)
+    noise = jnp.arange(batch * (rows - 1), dtype=jnp.int32).reshape(batch, -1) * 7 + 1
+
+    def run(adapter):
+        def logits(target, adapter):
+            return session.program.drafter.run(adapter, context(session.program, target, session.state), noise)
+
+        return jax.jit(logits)(target.tree, adapter)
+
+    found, without = run(draft.tree), run(jax.tree.map(jnp.zeros_like, draft.tree))
+    np.testing.assert_array_equal(found[0][:, 0], without[0][:, 0])  # the exact token's row
+    assert np.abs(np.asarray(found[0] - without[0])[:, 1:]).max() > 0.5
+    monkeypatch.setattr(gated_lora, "available", lambda: False)
+    jax.clear_caches()
+    wanted = run(draft.tree)
+    jax.clear_caches()
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        ours, theirs = (np.asarray(a, np.float32) for a in (ours, theirs))
+        assert np.linalg.norm(ours - theirs) < 0.03 * np.linalg.norm(theirs)
