@@ -95,40 +95,43 @@ def triton_tiling(problem: Problem) -> Tiling:
     return Tiling(problem.split(64), max(32, 64 // problem.width), rows=64, num_warps=4, num_stages=3)
 
 
-MOST_PEERS = 1  # programs of a cluster, up to 8 on any chip with clusters; 1: Mosaic's splits are merged by a second kernel
+MOST_PEERS = 2
+"""Programs of a cluster. Four and more were slower at 8k and 32k: heads that share a page no longer read it together."""
 
 
 def few_programs(problem: Problem) -> bool:
     """Whether so few programs work on a short table that Triton's of few rows are ahead of Mosaic's."""
-    if MOST_PEERS > 1:
-        return problem.groups * -(-problem.rows // 16) <= MULTIPROCESSORS // 4
-    return problem.groups * -(-problem.rows // 32) <= MULTIPROCESSORS
+    return problem.groups * -(-problem.rows // 64) <= MULTIPROCESSORS // 4
 
 
 def mosaic_tiling(problem: Problem) -> Tiling:
     """The Mosaic kernel's tiling.
 
-    More pieces of 64 rows than multiprocessors: no split, two warpgroups share keys and values. Otherwise one kernel in which
-    the slots of the same rows are dealt out among two warpgroups a program and the programs of a cluster; or splits, and
-    two stages, so that two programs of one warpgroup share a multiprocessor.
+    More pieces of 64 rows than multiprocessors: no split, two warpgroups share keys and values. Otherwise the slots of the same
+    rows are dealt out among two warpgroups a program and the programs of a cluster, all in one kernel; where that leaves
+    multiprocessors idle, in splits of equal length. Of many rows on a long table two warpgroups share what is read instead.
     """
     pieces = problem.groups * -(-problem.rows // 64)
     if problem.rows > PREFILL or pieces > MULTIPROCESSORS:
         split = 0 if problem.rows > PREFILL or problem.num_slots <= 4 * LONGEST_SPLIT else 4 * LONGEST_SPLIT
         shared = problem.width == 1
         return Tiling(split, 64, rows=128 if shared else 64, num_stages=3 if shared and problem.rows <= PREFILL else 2)
-    if MOST_PEERS > 1:
-        readers, cluster = 2 if problem.width == 1 else 1, 1
-        while (
-            cluster < MOST_PEERS
-            and 2 * cluster * pieces <= MULTIPROCESSORS
-            and 2 * cluster * readers * 64 <= problem.num_slots  # a block each
-            and problem.value_dim % (16 * cluster) == 0  # whole eights of channels each
-        ):
-            cluster *= 2
-        return Tiling(0, 64, rows=64, num_stages=3 if problem.width == 1 else 2, readers=readers, cluster=cluster)
-    split = problem.split(64)
-    return Tiling(split // 2 if split > 512 else split, 64, rows=64, num_stages=2)
+    blocks = -(-problem.num_slots // 64)
+    if problem.rows >= 128 and problem.width == 1 and problem.num_slots > SHORT:
+        splits = MULTIPROCESSORS // (problem.groups * -(-problem.rows // 128))
+        return Tiling(-(-blocks // (1 << (splits.bit_length() - 1))) * 64, 64, rows=128, num_stages=3)
+    readers, cluster = 2 if problem.width == 1 else 1, 1
+    while (
+        cluster < MOST_PEERS
+        and 2 * cluster * pieces <= MULTIPROCESSORS
+        and 2 * cluster * readers * 64 <= problem.num_slots  # a block each
+        and problem.value_dim % (16 * cluster) == 0  # whole eights of channels each
+    ):
+        cluster *= 2
+    splits = min(MULTIPROCESSORS // (pieces * cluster), max(1, blocks // (4 * readers * cluster)))  # four steps at least
+    splits = 1 << (splits.bit_length() - 1)
+    split = 0 if splits == 1 else -(-blocks // splits) * 64
+    return Tiling(split, 64, rows=64, num_stages=3 if problem.width == 1 else 2, readers=readers, cluster=cluster)
 
 
 MOST_PARTS = 8

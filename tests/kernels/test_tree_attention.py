@@ -239,25 +239,28 @@ def test_short_tables_are_split_only_for_few_programs(T, B):
 def test_long_tables_fill_the_chip(L, B, table):
     for T in (1, 16, 64):
         tiling = table(problem(T, L, B))
-        workers = (
-            B * 8 * -(-T * 4 // tiling.rows) * (-(-L // tiling.split) if tiling.split else tiling.readers * tiling.cluster)
-        )
+        splits = -(-L // tiling.split) if tiling.split else 1
+        workers = B * 8 * -(-T * 4 // tiling.rows) * splits * tiling.readers * tiling.cluster
         assert workers >= 66  # half of the multiprocessors
         assert tiling.split == 0 or tiling.split >= 256
 
 
 @pytest.mark.parametrize(
-    "T, L, B, want", [(16, 8192, 1, (2, 8)), (16, 8192, 8, (2, 2)), (64, 576, 1, (2, 4)), (64, 8192, 8, (1, 1))]
-)
-def test_few_programs_form_clusters(T, L, B, want, monkeypatch):
-    """As many programs as multiprocessors, each of two warpgroups with slots of their own, if their sums stay in one kernel."""
-    monkeypatch.setattr(tilings, "MOST_PEERS", 8)
+    "T, L, B, want",
+    [(16, 8256, 1, (64, 2, 2, 8)), (16, 8256, 8, (64, 2, 2, 1)), (16, 576, 8, (64, 2, 2, 1)), (64, 8256, 1, (128, 1, 1, 8)),
+     (64, 8256, 8, (128, 1, 1, 1))],
+)  # fmt: skip
+def test_mosaic_programs_fill_the_chip_once(T, L, B, want):
+    """Rows, readers, cluster and splits: about as many programs as multiprocessors, and not one more."""
     tiling = tilings.mosaic_tiling(problem(T, L, B))
-    assert (tiling.readers, tiling.cluster) == want
+    splits = -(-L // tiling.split) if tiling.split else 1
+    assert (tiling.rows, tiling.readers, tiling.cluster, splits) == want
+    assert B * 8 * -(-T * 4 // tiling.rows) * tiling.cluster * splits == 128
     for D in (96, 256):  # eight channels at least for every program
         tiling = tilings.mosaic_tiling(problem(T, L, 1, head_dim=D))
         assert D % (8 * tiling.cluster) == 0
-        assert tiling.readers * tiling.num_stages * tiling.block * 4 * D + 128 * D <= 224 * 1024  # shared memory
+        if tiling.rows == 64:  # shared memory
+            assert tiling.readers * tiling.num_stages * tiling.block * 4 * D + 128 * D <= 224 * 1024
 
 
 def test_prefill_chunks_are_not_split():
