@@ -50,19 +50,19 @@ SHIPPED = {
     "eagle3 shipped 5/4/8": {"algorithm": "eagle3", "num_steps": 5, "topk": 4, "num_draft_tokens": 8},
     "eagle3 shipped 5/8/64": {"algorithm": "eagle3", "num_steps": 5, "topk": 8, "num_draft_tokens": 64},
     "eagle shipped 5/4/8": {"algorithm": "eagle", "num_steps": 5, "topk": 4, "num_draft_tokens": 8},
-    "mtp shipped 3/1/4": {"algorithm": "mtp", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
+    "mtp shipped 3/1/4": {"algorithm": "nextn", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
     "dspark shipped": {"algorithm": "dspark"},
     "dspark shipped tree": {"algorithm": "dspark", "topk": 4, "num_draft_tokens": 16},
     "dflash shipped tree": {"algorithm": "dflash", "topk": 4, "num_draft_tokens": 16},
     "uno shipped 1/8": {"algorithm": "uno", "topk": 1, "num_draft_tokens": 8},
     "uno shipped 7/4/16": {"algorithm": "uno", "num_steps": 7, "topk": 4, "num_draft_tokens": 16},
 }
-"""Name → options of `generate` for a head that ships with the target."""
+"""Name, which begins with the head's, → options of `generate` for a head that ships with the target."""
 
 
 def run_names(target: ModelParams, asked: list[str] | None) -> list[str]:
     """The runs asked for, or all that the target has. SystemExit for a shipped head that it does not have."""
-    there = [name for name, options in SHIPPED.items() if options["algorithm"] in target.drafts]
+    there = [name for name in SHIPPED if name.split()[0] in target.drafts]
     for name in asked or ():
         if name in SHIPPED and name not in there:
             raise SystemExit(f"{name!r}: no such head ships with this target (it has {', '.join(target.drafts) or 'none'})")
