@@ -151,10 +151,11 @@ def test_the_command(folder, capsys):
         "--rows", "ngram 4", "standalone 2/1/3", "--prompts", "0", "--timed-prompts", "2", "--new-tokens", "6", "--batch", "4",
         "--temperature", "0", "--group", "1", "--json", str(out),
     ]  # fmt: skip
-    assert run([*arguments, "--budget", "2"]) == 0
-    assert "stopped with" in capsys.readouterr().out
+    assert run([*arguments, "--algorithms", "ngram"]) == 0
+    assert run([*arguments, "--budget", "0"]) == 0
+    assert "1 of 1 rows were not begun" in capsys.readouterr().out
     rows = json.loads(out.read_text())
-    assert {r["row"] for r in rows} == {"ngram 4"} and len(rows) <= 2, "of both sets where the machine is quick enough"
+    assert {r["row"] for r in rows} == {"ngram 4"} and len(rows) == 2
     assert run(arguments) == 0
     shown = capsys.readouterr().out
     assert "ngram 4: there already" in shown and "| `standalone 2/1/3` |" in shown
