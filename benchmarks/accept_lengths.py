@@ -65,15 +65,22 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--group", type=int, default=4, help="rows that share compilation and the timings of plain decoding")
     p.add_argument("--threads", type=int, default=min(8, os.cpu_count() or 1), help="programs compiled at once")
     p.add_argument(
-        "--budget", type=float,
+        "--budget",
+        type=float,
         help="seconds: no group of rows is begun that would take longer, and no prompt is timed after them",
     )
     p.add_argument(
-        "--share", type=int, nargs=2, default=[0, 1], metavar=("I", "N"),
+        "--share",
+        type=int,
+        nargs=2,
+        default=[0, 1],
+        metavar=("I", "N"),
         help="take every N-th prompt from the I-th on: one of N processes with a file each",
     )
     p.add_argument(
-        "--turns", type=Path, metavar="FILE",
+        "--turns",
+        type=Path,
+        metavar="FILE",
         help="a lock file that all processes on a device name: they compile side by side and time one after another",
     )
     p.add_argument("--json", type=Path, help="file of results: read, completed, rewritten after every group")
