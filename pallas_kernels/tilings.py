@@ -96,7 +96,8 @@ def triton_tiling(problem: Problem) -> Tiling:
 
 
 MOST_PEERS = 2
-"""Programs of a cluster. Four and more were slower at 8k and 32k: heads that share a page no longer read it together."""
+"""Programs of a cluster. With eight, which leave nothing to merge, 8k and 32k at batch 1 took 20 and 63 us (splits: 18 and
+46): half of the multiprocessors read, and heads that share a page no longer read it together."""
 
 
 def few_programs(problem: Problem) -> bool:
@@ -107,20 +108,16 @@ def few_programs(problem: Problem) -> bool:
 def mosaic_tiling(problem: Problem) -> Tiling:
     """The Mosaic kernel's tiling.
 
-    More pieces of 64 rows than multiprocessors: no split, two warpgroups share keys and values. Otherwise the slots of the same
-    rows are dealt out among two warpgroups a program and the programs of a cluster, all in one kernel; where that leaves
-    multiprocessors idle, in splits of equal length. Of many rows on a long table two warpgroups share what is read instead.
+    More pieces of 64 rows than multiprocessors: no split, two warpgroups share keys and values. About half as many: the slots
+    of the same rows are dealt out among two warpgroups a program and the programs of a cluster, all in one kernel. Fewer: in
+    splits, merged by a second kernel; of many rows two warpgroups share what they read.
     """
     pieces = problem.groups * -(-problem.rows // 64)
+    shared = problem.width == 1
     if problem.rows > PREFILL or pieces > MULTIPROCESSORS:
         split = 0 if problem.rows > PREFILL or problem.num_slots <= 4 * LONGEST_SPLIT else 4 * LONGEST_SPLIT
-        shared = problem.width == 1
         return Tiling(split, 64, rows=128 if shared else 64, num_stages=3 if shared and problem.rows <= PREFILL else 2)
-    blocks = -(-problem.num_slots // 64)
-    if problem.rows >= 128 and problem.width == 1 and problem.num_slots > SHORT:
-        splits = MULTIPROCESSORS // (problem.groups * -(-problem.rows // 128))
-        return Tiling(-(-blocks // (1 << (splits.bit_length() - 1))) * 64, 64, rows=128, num_stages=3)
-    readers, cluster = 2 if problem.width == 1 else 1, 1
+    readers, cluster = 2 if shared else 1, 1
     while (
         cluster < MOST_PEERS
         and 2 * cluster * pieces <= MULTIPROCESSORS
@@ -128,10 +125,17 @@ def mosaic_tiling(problem: Problem) -> Tiling:
         and problem.value_dim % (16 * cluster) == 0  # whole eights of channels each
     ):
         cluster *= 2
-    splits = min(MULTIPROCESSORS // (pieces * cluster), max(1, blocks // (4 * readers * cluster)))  # four steps at least
-    splits = 1 << (splits.bit_length() - 1)
-    split = 0 if splits == 1 else -(-blocks // splits) * 64
-    return Tiling(split, 64, rows=64, num_stages=3 if problem.width == 1 else 2, readers=readers, cluster=cluster)
+    if cluster * pieces >= MULTIPROCESSORS // 2 or problem.num_slots <= SHORT:
+        return Tiling(0, 64, rows=64, num_stages=3 if shared else 2, readers=readers, cluster=cluster)
+    if shared and problem.rows >= 128:
+        return Tiling(problem.split(128), 64, rows=128, num_stages=3)
+    split = problem.split(64)
+    # One program a multiprocessor has three stages; two, which hide each other's waits, have room for two each.
+    return (
+        Tiling(split // 2, 64, rows=64, num_stages=2)
+        if split > 512
+        else Tiling(split, 64, rows=64, num_stages=3 if shared else 2)
+    )
 
 
 MOST_PARTS = 8

@@ -7,6 +7,8 @@ PARTS = ("draft", "attention", "products", "head", "pointwise", "accept", "commi
 last is norms, rotary embedding, KV writes, residuals. `head`: the target's. `accept`: logits pipeline and verifier.
 `commit`: output, compaction. `extend`: the drafter catches up. `other`: what carries no scope, copies and loop control."""
 
+PRODUCT_KERNEL = "product_kernel"
+"""Scope of `pallas_kernels.skinny_product`, which the compiled program shows as a custom call."""
 _TOP = {"draft": "draft", "extend": "extend", "commit": "commit", "head": "head", "accept": "accept"}
 
 
@@ -24,5 +26,5 @@ def part_of(name_stack: str, is_product: bool) -> str:
         if scope == "target":
             if "tree_attention" in scopes:
                 return "attention"
-            return "products" if is_product else "pointwise"
+            return "products" if is_product or PRODUCT_KERNEL in scopes else "pointwise"
     return "other"

@@ -41,6 +41,8 @@ def test_sources_come_from_the_fusion_its_parts_or_its_user():
     ("stack", "product", "part"),
     [
         ("jit(run_rounds)/while/body/target/mlp/dot_general", True, "products"),
+        ("jit(run_rounds)/while/body/target/mlp/jit(partial_products)/product_kernel/mpmd_map", False, "products"),
+        ("jit(run_rounds)/while/body/head/jit(partial_products)/product_kernel/mpmd_map", False, "head"),
         ("jit(run_rounds)/while/body/target/attention/tree_attention/BTKGD/dot_general", True, "attention"),
         ("jit(run_rounds)/while/body/target/attention/kv_write/scatter", False, "pointwise"),
         ("jit(run_rounds)/while/body/draft/attention/tree_attention/pallas_call", False, "draft"),
