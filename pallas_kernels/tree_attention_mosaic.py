@@ -30,7 +30,6 @@ from pallas_kernels.tilings import Tiling
 
 AVAILABLE = hasattr(plgpu, "InterpretGPUParams") and hasattr(plgpu, "cluster_ref")  # the API as of jax 0.11.2
 REDUCTION_BYTES = 0  # a row lies within one warp; Mosaic's 2 KB would keep programs of three stages from sharing an SM
-COPY_BY_WARP = False  # each warp starts the copies of some pages: a warpgroup arrives at a barrier with 128 threads a copy
 
 
 def serves(q: Array, k_pages: Array, v_pages: Array) -> bool:
@@ -150,20 +149,10 @@ def _attention(
         size = min(S, block)
         inside = pl.ds(0, S) if size == S else pl.ds(lax.rem(first_slot(i), jnp.int32(S)), size)
 
-        def copy(j, page):
+        for j, page in enumerate(pages):
             for source, target, ready in what:
                 here = target.at[slot, pl.ds(j * size, size)]
                 plgpu.copy_gmem_to_smem(source.at[page, inside, head], here, ready.at[slot])
-
-        if not COPY_BY_WARP:
-            for j, page in enumerate(pages):
-                copy(j, page)
-            return
-
-        @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
-        def _():
-            for j, page in enumerate(pages):
-                pl.when(lax.axis_index("warp") == j % 4)(functools.partial(copy, j, page))
 
     if tokens is not None:
         its_tokens = pl.ds((tile * sharing + group) * tokens, tokens)  # visibly a multiple of eight
