@@ -122,7 +122,7 @@ def mosaic_tiling(problem: Problem) -> Tiling:
         cluster < MOST_PEERS
         and 2 * cluster * pieces <= MULTIPROCESSORS
         and 2 * cluster * readers * 64 <= problem.num_slots  # a block each
-        and problem.value_dim % (16 * cluster) == 0  # whole eights of channels each
+        and problem.value_dim % (64 * cluster) == 0  # whole lines of 128 bytes each
     ):
         cluster *= 2
     if cluster * pieces >= MULTIPROCESSORS // 2 or problem.num_slots <= SHORT:

@@ -66,7 +66,7 @@ def _attention(
     used_ref,  # [B, A], what any row sees
     position_ref,  # [B, rows]
     nearest_ref,  # [B], lowest position of any row
-    out_hbm,  # [B, splits, K, rows, Dv] float32, or direct: [B, T, H, Dv] with `tokens`, else [B, K, rows, Dv]
+    out_hbm,  # [B, splits, K, rows, Dv] float32, or direct: [B, T, H, Dv] with `tokens`, else [B, K, rows, Dv] float32
     lse_hbm,  # [B, splits, K, rows], none if direct
     sums_hbm,  # interpreted clusters exchange their sums here: [B, splits, tiles, K, cluster, 64, Dv] float32,
     tops_hbm,  # [B, splits, tiles, K, cluster, 64]
@@ -412,6 +412,8 @@ def tree_attention(
     if interpret and cluster > 1:
         sums_type = jax.ShapeDtypeStruct((B, splits, tiles, K, cluster, WARPGROUP_ROWS, Dv), f32)
         tops_type = jax.ShapeDtypeStruct(sums_type.shape[:-1], f32)
+    # By TMA in the queries' type; what warps write themselves must fill sectors of 32 bytes (jax 0.12 insists on it): float32.
+    out_dtype = q.dtype if direct and tokens is not None else f32
     pieces = max(1, block // S)
     threads = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
     clusters = {"cluster": (cluster,), "cluster_names": ("peer",)} if cluster > 1 else {}
@@ -419,7 +421,7 @@ def tree_attention(
     rows_type = plgpu.SMEM((WARPGROUP_ROWS,), f32)
     out, lse, *_ = plgpu.kernel(
         kernel,
-        out_type=(jax.ShapeDtypeStruct(out_shape, q.dtype if direct else f32), lse_type, sums_type, tops_type),
+        out_type=(jax.ShapeDtypeStruct(out_shape, out_dtype), lse_type, sums_type, tops_type),
         grid=(B, splits, tiles, K),  # heads fastest: the programs that share a page run together
         grid_names=("batch", "split", "tile", "kv_head"),
         scratch_types=(
@@ -460,7 +462,7 @@ def tree_attention(
     if direct and tokens is not None:
         return out[:, :T]
     if direct:
-        out = out[:, :, : T * G].reshape(B, K, T, G, Dv)
+        out = out[:, :, : T * G].astype(q.dtype).reshape(B, K, T, G, Dv)
         return out.transpose(0, 2, 1, 3, 4).reshape(B, T, H, Dv)
     heads = {"K": K, "G": G, "Dv": Dv, "tokens": tokens, "num_slots": num_slots}
     return merge_splits(out, lse, length, positions, q.dtype, interpret=interpret, **heads, **limits)

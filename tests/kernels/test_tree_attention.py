@@ -139,6 +139,8 @@ LOWERED = (
     Case(T=8, H=8, K=8, Dk=192, Dv=128, B=1, N=64, lengths=(100,)),
     Case(T=8, H=4, K=2, Dk=96, Dv=96, B=1, N=64, lengths=(100,), tree=False),
     Case(T=8, H=4, K=2, Dk=256, Dv=256, B=1, N=64, lengths=(100,)),
+    Case(T=8, H=6, K=2, Dk=64, Dv=64, B=1, N=64, lengths=(100,)),
+    Case(T=600, H=6, K=2, Dk=64, Dv=64, B=1, N=64, lengths=(0,), tree=False),
 )
 
 
@@ -261,12 +263,12 @@ def test_mosaic_takes_what_was_fastest_on_the_h200(T, L, B, want):
     assert (tiling.split, tiling.rows, tiling.readers, tiling.cluster, tiling.num_stages) == want
 
 
-@pytest.mark.parametrize("D", [96, 256])
+@pytest.mark.parametrize("D", [96, 192, 256])
 def test_clusters_of_odd_heads(D):
-    """Eight channels at least for every program, and all of it fits in shared memory."""
+    """Whole lines of 128 bytes for every program, and all of it fits in shared memory."""
     for B in (4, 8):
         tiling = tilings.mosaic_tiling(problem(16, 8256, B, head_dim=D))
-        assert D % (8 * tiling.cluster) == 0
+        assert D % (32 * tiling.cluster) == 0
         assert tiling.readers * tiling.num_stages * tiling.block * 4 * D + 128 * D <= 224 * 1024
 
 
