@@ -16,6 +16,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from pallas_kernels import device
+from pallas_kernels.triton_blocks import whole
 
 LEAST_ROWS, MOST_ROWS = 17, 1024
 """One program a row: few of them read parts too slowly (4.1 us for 8 parts of two rows; a sum inside XLA's product costs
@@ -29,9 +30,7 @@ def serves(x: Array, parts: Array, least: int = LEAST_ROWS) -> bool:
     return floats and 16 <= x.shape[-1] <= WIDEST and least <= x.size // x.shape[-1] <= MOST_ROWS
 
 
-def available() -> bool:
-    """Whether the default device runs the kernel: CUDA GPUs from Ampere on."""
-    return (device.capability() or 0) >= 8.0
+available = device.runs_triton
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "plus_one", "interpret"))  # lowered once, however many layers
@@ -77,9 +76,6 @@ def add_norm(
         kept = {} if wide == E else {"mask": column < E}
         plt.store(sum_ref.at[row, column], total, **kept)
         plt.store(norm_ref.at[row, column], y, **kept)
-
-    def whole(a):
-        return pl.BlockSpec(a.shape, lambda *_: (0,) * len(a.shape))
 
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     total, normed = pl.pallas_call(

@@ -14,3 +14,8 @@ def capability() -> float | None:
         return None
     found = getattr(jax.devices()[0], "compute_capability", None)
     return float(found) if found else None
+
+
+def runs_triton() -> bool:
+    """Whether the default device runs our kernels for Pallas' Triton back end: CUDA GPUs from Ampere on."""
+    return (capability() or 0) >= 8.0

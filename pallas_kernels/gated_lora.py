@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float
 from pallas_kernels import device
 from pallas_kernels.lookup import lookup
 from pallas_kernels.tilings import MULTIPROCESSORS
+from pallas_kernels.triton_blocks import whole
 
 MOST_ROWS = 64
 COLUMNS = 64  # of a program
@@ -60,9 +61,7 @@ def serves(x: Array, b: Array, silu: bool = False) -> bool:
     return rows <= MOST_ROWS and _chunk(b.shape[0]) >= LEAST_CHUNK and b.shape[1] % unit == 0 and x.dtype == b.dtype
 
 
-def available() -> bool:
-    """Whether the default device runs the kernel: CUDA GPUs from Ampere on."""
-    return (device.capability() or 0) >= 8.0
+available = device.runs_triton
 
 
 def gated_lora(
@@ -204,9 +203,6 @@ def _gated_lora(y, hidden, b, gate, *, scale: float, of_tile: tuple[int, ...] | 
         row = jnp.arange(rows)[:, None]
         # Rows that do not exist lie outside the array: interpreted stores drop these, while masked ones collide.
         plt.store(out_ref.at[row, column], out, mask=row < R)
-
-    def whole(x):
-        return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
     out = jax.ShapeDtypeStruct((R, own_columns), dtype)
     return pl.pallas_call(

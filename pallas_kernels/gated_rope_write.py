@@ -14,6 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import gated_lora
 from pallas_kernels.gated_lora import Columns
 from pallas_kernels.lookup import lookup
+from pallas_kernels.rope_write import by_token, results
+from pallas_kernels.triton_blocks import whole
 
 
 def blocks_of_heads(blocks: np.ndarray | None, b: Array, head_dim: int) -> tuple[tuple[int, ...], int] | None:
@@ -100,11 +102,7 @@ def _gated_rope_write(y, b, gate, cos, sin, page, slot, k_pages, v_pages, *, sca
             plt.store(k_ref.at[key_page, slots, kv, channel + offset], turned.astype(k_ref.dtype), mask=key_page < P)
             plt.store(v_ref.at[value_page, slots, kv, channel + offset], plain.astype(v_ref.dtype), mask=value_page < P)
 
-    def whole(x):
-        return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
-
-    q_shape = (B, K, T, G, D) if by_head else (B, T, K, G, D)
-    shapes = [jax.ShapeDtypeStruct(q_shape, dtype), *(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in (k_pages, v_pages))]
+    shapes = results(B, T, G, dtype, k_pages, v_pages, by_head)
     inputs = (y, b, gate, cos, sin, page, slot, k_pages, v_pages)
     q, k_pages, v_pages = pl.pallas_call(
         kernel,
@@ -117,6 +115,4 @@ def _gated_rope_write(y, b, gate, cos, sin, page, slot, k_pages, v_pages, *, sca
         interpret=interpret,
         name="gated_rope_write",
     )(*inputs)
-    if by_head:
-        q = q.transpose(0, 2, 1, 3, 4)
-    return q.reshape(B, T, K * G, D), k_pages, v_pages
+    return by_token(q, by_head), k_pages, v_pages

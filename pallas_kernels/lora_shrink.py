@@ -14,6 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
+from pallas_kernels.triton_blocks import whole
+
 MOST_ROWS = 16  # with more the sum of the parts would cost what the cut gains
 STEP = 256  # inputs of one product
 MOST_PARTS = 8
@@ -44,7 +46,7 @@ def lora_shrink(
     """
     B, T, inputs = x.shape
     R, rank, own = B * T, a.shape[1], _inputs(inputs)
-    parts, rows = inputs // own, 16
+    parts, rows, x = inputs // own, 16, x.reshape(R, inputs)
     width = 32 if rank % 32 == 0 else 16
 
     def kernel(x_ref, a_ref, out_ref):
@@ -60,17 +62,14 @@ def lora_shrink(
         # Rows that do not exist lie outside the array: interpreted stores drop these, while masked ones collide.
         plt.store(out_ref.at[part, row, column], found, mask=row < R)
 
-    def whole(shape):
-        return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
-
     out = jax.ShapeDtypeStruct((parts, R, rank), jnp.float32)
     return pl.pallas_call(
         kernel,
         grid=(rank // width, parts),
-        in_specs=[whole((R, inputs)), whole(a.shape)],
-        out_specs=whole(out.shape),
+        in_specs=[whole(x), whole(a)],
+        out_specs=whole(out),
         out_shape=out,
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=STAGES),
         interpret=interpret,
         name="lora_shrink",
-    )(x.reshape(R, inputs), a).reshape(parts, B, T, rank)
+    )(x, a).reshape(parts, B, T, rank)

@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import device
+from pallas_kernels.triton_blocks import whole
 
 
 def serves(heads: Array, cos: Array, k_pages: Array, v_pages: Array) -> bool:
@@ -24,9 +25,22 @@ def serves(heads: Array, cos: Array, k_pages: Array, v_pages: Array) -> bool:
     return sizes and all(jnp.issubdtype(x.dtype, jnp.floating) for x in (heads, k_pages, v_pages))
 
 
-def available() -> bool:
-    """Whether the default device runs the kernel: CUDA GPUs from Ampere on."""
-    return (device.capability() or 0) >= 8.0
+available = device.runs_triton
+
+
+def results(B: int, T: int, G: int, dtype, k_pages: Array, v_pages: Array, by_head: bool) -> list[jax.ShapeDtypeStruct]:
+    """What a kernel writes: the turned queries, by kv head before or behind the tokens, and the pools."""
+    K, D = k_pages.shape[2:]
+    q = jax.ShapeDtypeStruct((B, K, T, G, D) if by_head else (B, T, K, G, D), dtype)
+    return [q, *(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in (k_pages, v_pages))]
+
+
+def by_token(q: Array, by_head: bool) -> Float[Array, "B T H D"]:
+    """The queries as `results` has them, by token."""
+    if by_head:
+        q = q.transpose(0, 2, 1, 3, 4)
+    B, T, K, G, D = q.shape
+    return q.reshape(B, T, K * G, D)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "by_head", "interpret"))  # lowered once, however many layers
@@ -86,11 +100,7 @@ def rope_write(
         value_page = jnp.where(written, where, P)
         plt.store(v_ref.at[value_page, place, head, jnp.arange(D)], value.astype(v_ref.dtype), mask=written)
 
-    def whole(x):
-        return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
-
-    q_shape = (B, K, T, G, D) if by_head else (B, T, K, G, D)
-    shapes = [jax.ShapeDtypeStruct(q_shape, dtype), *(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in (k_pages, v_pages))]
+    shapes = results(B, T, G, dtype, k_pages, v_pages, by_head)
     inputs = (heads, cos, sin, page, slot, k_pages, v_pages)
     q, k_pages, v_pages = pl.pallas_call(
         kernel,
@@ -103,6 +113,4 @@ def rope_write(
         interpret=interpret,
         name="rope_write",
     )(*inputs)
-    if by_head:
-        q = q.transpose(0, 2, 1, 3, 4)
-    return q.reshape(B, T, K * G, D), k_pages, v_pages
+    return by_token(q, by_head), k_pages, v_pages

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import device
 from pallas_kernels.tilings import MULTIPROCESSORS
+from pallas_kernels.triton_blocks import whole
 
 MOST = 16  # so many passes over registers
 CHUNK = 4096  # values of a program
@@ -24,9 +25,7 @@ def serves(values: Array, k: int) -> bool:
     return k <= MOST and values.shape[-1] >= 2048 and values.dtype == jnp.float32
 
 
-def available() -> bool:
-    """Whether the default device runs the kernels: CUDA GPUs from Ampere on."""
-    return (device.capability() or 0) >= 8.0
+available = device.runs_triton
 
 
 def _largest(values: Array, index: Array, k: int) -> tuple[Array, Array]:
@@ -87,9 +86,6 @@ def top_k(
         sum_ref[row] = jnp.sum(jnp.where(exists, mass * jnp.exp(top - jnp.max(found)), 0))
 
     def call(kernel, grid, shapes, warps, *inputs):
-        def whole(x):
-            return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
-
         shapes = [jax.ShapeDtypeStruct(*s) for s in shapes]
         return pl.pallas_call(
             kernel,

@@ -24,7 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels.inflight import WORD, inflight_words, last_slot
+from pallas_kernels.inflight import inflight_words, last_slot
+from pallas_kernels.mosaic_mask import Mask
 from pallas_kernels.mosaic_merge import LOG2E, MASKED, WARPGROUP_ROWS, Exchange, divide, give, join, merge_splits, over
 from pallas_kernels.tilings import Tiling
 
@@ -108,7 +109,7 @@ def _attention(
     worker, workers = peer * readers + reader, readers * cluster
     (k_smem, v_smem), (spare, stage, sums, tops) = ring_or_sums
     R, Dv = WARPGROUP_ROWS, v_hbm.shape[-1]
-    S, N, A = k_hbm.shape[1], table.shape[1], words_ref.shape[1]
+    S, N = k_hbm.shape[1], table.shape[1]
     num_slots = N * S
     pieces = max(1, block // S)  # copies a block
     length = length_ref[b]
@@ -171,22 +172,18 @@ def _attention(
 
         for i, pages in enumerate(ahead[:-1]):
             pl.when(leads & (i < steps))(functools.partial(fetch, jnp.int32(i), in_ring(i), pages, keys, values))
+        position = None
         if window is not None:
             position = plgpu.load(position_ref.at[b, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        mask = Mask(words_ref, used_ref, b, rows, length, position, lowest, window, sink, block)
         plgpu.barrier_wait(q_ready.at[group])
-
-        def mask_word(index):
-            at = jnp.minimum(jnp.maximum(index, 0), A - 1)
-            word = plgpu.load(words_ref.at[b, at, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            return word & jnp.where((index >= 0) & (index < A), -1, 0)
 
         def attend(i, carry, masked):
             acc, m, total, pages = carry
             slot = in_ring(lax.rem(i, jnp.int32(stages)))
             first = first_slot(i)
-            base = divide(first, WORD) - divide(length, WORD)
-            indices = [base + w for w in range(block // WORD)]
-            words = [] if not masked else [mask_word(index) for index in indices]  # arrive while the products run
+            indices = mask.indices(first)
+            words = mask.words_of_rows(indices) if masked else []  # arrive while the products run
             plgpu.barrier_wait(k_ready.at[slot])
 
             def product(ref):
@@ -199,17 +196,7 @@ def _attention(
             if sharing == 1:  # the keys' place is free as soon as the scores are there
                 pl.when(refill)(functools.partial(fetch, i + stages, slot, pages, keys))
             if masked:
-                column = plgpu.broadcasted_iota(jnp.int32, (R, block), 1, layout=plgpu.Layout.WGMMA)
-                bits = None
-                for w, word in enumerate(words):
-                    word = over(word, block)
-                    bits = word if bits is None else jnp.where(column < w * WORD, bits, word)
-                seen = (lax.shift_right_logical(bits, column & (WORD - 1)) & 1) != 0
-                in_prefix = column < length - first
-                allowed = in_prefix
-                if window is not None:
-                    allowed = allowed & ((over(position, block) - column < window + first) | (column < sink - first))
-                allowed = allowed | seen  # no bit is set for a slot of the prefix
+                allowed = mask.by_row(first, words)
                 scores = jnp.where(allowed, scores, MASKED)
             m_new = jnp.maximum(m, scores.max(axis=1))
             p = jnp.exp2(scores - over(m_new, block))
@@ -262,19 +249,7 @@ def _attention(
             return acc, m_new, total, pages_of(i + (stages + 1))
 
         def scrub(slot, first, indices):
-            key = plgpu.broadcasted_iota(jnp.int32, (block, Dv), 0, layout=plgpu.Layout.WGMMA)
-            bits = None
-            for w, index in enumerate(indices):
-                word = used_ref[b, jnp.minimum(jnp.maximum(index, 0), A - 1)]
-                word = jnp.where((index >= 0) & (index < A), word, 0)
-                word = plgpu.layout_cast(jnp.full((block, Dv), word, jnp.int32), plgpu.Layout.WGMMA)
-                bits = word if bits is None else jnp.where(key < w * WORD, bits, word)
-            seen = (lax.shift_right_logical(bits, key & (WORD - 1)) & 1) != 0
-            in_prefix = key < length - first
-            kept = in_prefix
-            if window is not None:
-                kept = kept & ((key >= lowest - first) | (key < sink - first))
-            kept = kept | seen
+            kept = mask.by_any(first, indices, Dv)
             value = plgpu.load(v_smem.at[slot], layout=plgpu.Layout.WGMMA, optimized=False)
             v_smem[slot] = jnp.where(kept, value, jnp.zeros_like(value))
             plgpu.commit_smem()

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels.inflight import WORD, inflight_words, last_slot
 from pallas_kernels.tilings import Tiling
+from pallas_kernels.triton_blocks import whole
 
 LOG2E = 1.4426950408889634
 MASKED = -1e30  # finite: a row that has seen nothing yet must give exp2(0), not NaN
@@ -280,9 +281,6 @@ def tree_attention(
     tiles = pl.cdiv(T * G, rows)
     words = inflight_words(length, visible, positions, inflight_positions, window=window, sink=sink)
     limits = {"causal": visible is None, "num_inflight": M, "window": window, "sink": sink, "split": split}
-
-    def whole(x):
-        return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
     direct = splits == 1
     shapes = [jax.ShapeDtypeStruct((B, T, H, Dv), q.dtype)]

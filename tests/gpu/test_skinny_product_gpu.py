@@ -8,6 +8,7 @@ import pytest
 from pallas_kernels import product
 
 KERNEL = product._kernel()
+pytestmark = pytest.mark.skipif(KERNEL is None or not KERNEL.available(), reason="needs Hopper and jax >= 0.11")
 TILINGS = [
     (4096, 6144, (64, 128, 24, 1, 1)),  # cut alike
     (4096, 6144, (128, 64, 23, 2, 1)),  # unevenly
@@ -21,8 +22,6 @@ GATES = [(256, 64, 64, 2, 1), (256, 64, 64, 2, 2, 128, 1)]
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("case", range(len(TILINGS + SHARED)))
 def test_rows_of_a_product(case, dtype):
-    if KERNEL is None or not KERNEL.available():
-        pytest.skip("needs Hopper and jax >= 0.11")
     inputs, outputs, tiling = (TILINGS + SHARED)[case]
     tiling = KERNEL.Tiling(*tiling)
     x = jax.random.normal(jax.random.key(0), (128, inputs)).astype(dtype)
@@ -42,8 +41,6 @@ def test_rows_of_a_product(case, dtype):
 
 @pytest.mark.parametrize("case", range(len(GATES)))
 def test_gates_and_values_in_one(case):
-    if KERNEL is None or not KERNEL.available():
-        pytest.skip("needs Hopper and jax >= 0.11")
     tiling = KERNEL.Tiling(*GATES[case])
     x = jax.random.normal(jax.random.key(0), (128, 4096)).astype(jnp.bfloat16)
     w = (jax.random.normal(jax.random.key(1), (4096, 28672)) / 64).astype(jnp.bfloat16)
