@@ -44,6 +44,7 @@ def plot(rows: list[dict], path: Path) -> None:
                 (line,) = axes.plot(x, ms, marker="o", label=name)
                 axes.plot(x, floor, linestyle=":", color=line.get_color())
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set(xlabel=label, ylabel="ms a round (dotted: memory floor)", ylim=(0, None))
         axes.legend(fontsize="x-small")
     figure.savefig(path, dpi=150)
