@@ -117,7 +117,6 @@ def merge(
     part_ref,  # [B, splits, K, rows * Dv] float32
     lse_ref,  # [B, splits, K, rows]
     length_ref,  # [B]
-    position_ref,  # [B, T]
     out_ref,  # [B, K, T * G * Dv], or [B, T, H * Dv] where a program's rows are neighbours there too
     *,
     together: int,
@@ -126,12 +125,10 @@ def merge(
     G: int,
     Dv: int,
     T: int,
-    split: int,
+    slots: int,
     causal: bool,
     num_inflight: int,
     num_slots: int,
-    window: int | None,
-    sink: int,
 ):
     """The kernel of one program: the same `together` rows of all splits, weighted by their log-sum-exp in base 2."""
     b, group, head = (lax.axis_index(a) for a in ("batch", "rows", "kv_head"))
@@ -145,13 +142,7 @@ def merge(
         place = tile * WARPGROUP_ROWS + lax.rem(row, jnp.int32(G)) * tokens + (t_first - tile * tokens)
     length = length_ref[b]
     stop = last_slot(length, t_last + 1, causal=causal, M=num_inflight, T=T, num_slots=num_slots)
-    stop = divide(stop + (split - 1), split)
-    first, sinks = jnp.int32(0), 0
-    if window is not None:
-        nearest = functools.reduce(jnp.minimum, [position_ref[b, divide(row + j, G)] for j in range(together)])
-        first = divide(jnp.minimum(jnp.maximum(nearest - (window - 1), 0), length), split)
-        sinks = -(-sink // split)
-    lower = jnp.int32(0) if sinks else divide(first, MERGE_CHUNK)
+    stop = jnp.minimum(divide(stop + (slots - 1), slots), splits)  # a split that had no turn has written nothing
     element = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
 
     def spread(scalars):  # one value per row to every channel of that row
@@ -163,7 +154,7 @@ def merge(
     def add(i, carry):
         acc, tops, totals = carry
         at = [jnp.minimum(i * MERGE_CHUNK + c, splits - 1) for c in range(MERGE_CHUNK)]
-        live = [(s < stop) & ((s >= first) | (s < sinks)) for s in (i * MERGE_CHUNK + c for c in range(MERGE_CHUNK))]
+        live = [i * MERGE_CHUNK + c < stop for c in range(MERGE_CHUNK)]
         lses = [[lse_ref[b, s, head, place + j] for j in range(together)] for s in at]
         values = [plgpu.load(part_ref.at[b, s, head, pl.ds(place * Dv, size)], layout=layout, optimized=False) for s in at]
         lses = [[jnp.where(ok, x, MASKED) for x in xs] for ok, xs in zip(live, lses, strict=True)]
@@ -178,7 +169,7 @@ def merge(
         return acc, tuple(new_tops), tuple(totals)
 
     carry = (spread([jnp.float32(0)] * together), (jnp.float32(MASKED),) * together, (jnp.float32(0),) * together)
-    acc, _, totals = lax.fori_loop(lower, divide(stop + (MERGE_CHUNK - 1), MERGE_CHUNK), add, carry)
+    acc, _, totals = lax.fori_loop(jnp.int32(0), divide(stop + (MERGE_CHUNK - 1), MERGE_CHUNK), add, carry)
     acc = acc / spread([jnp.where(n == 0, 1.0, n) for n in totals])
     acc = acc.astype(out_ref.dtype)
     if neighbours:
@@ -192,7 +183,6 @@ def merge_splits(
     part: Float[Array, "B splits K rows Dv"],
     lse: Float[Array, "B splits K rows"],
     length: Int[Array, " B"],
-    positions: Int[Array, "B T"],
     dtype,
     *,
     K: int,
@@ -214,7 +204,7 @@ def merge_splits(
         grid_names=("batch", "rows", "kv_head"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=not interpret),
         interpret=interpret or None,
-    )(part.reshape(B, splits, K, rows * Dv), lse, length, jnp.pad(positions, ((0, 0), (0, together)), mode="edge"))
+    )(part.reshape(B, splits, K, rows * Dv), lse, length)
     if neighbours:
         return merged.reshape(B, T, K * G, Dv)
     merged = merged.reshape(B, K, groups * together, Dv)[:, :, : T * G].reshape(B, K, T, G, Dv)

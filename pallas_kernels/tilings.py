@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 MULTIPROCESSORS = 132  # of an H100 or H200; other chips have about as many
-LONGEST_SPLIT = 4096  # a table may be mostly empty, and then long splits leave multiprocessors idle
+LONGEST_SPLIT = 4096  # Triton: a table may be mostly empty, and then long splits leave multiprocessors idle
 SHORT = 1024  # slots that one program of many reads sooner than several can be merged
 PREFILL = 1024  # rows from which row tiles alone fill the chip
 
@@ -15,13 +15,14 @@ class Tiling:
     """How a kernel cuts its work. Warps and stages change only the speed, the rest may also change a result's last bit.
 
     Attributes:
-      split: slots per split, a multiple of `block`; boundaries lie at its multiples whatever the length. 0: one split.
+      split: Triton: slots per split, a multiple of `block`; boundaries lie at its multiples whatever the length. 0: one split.
       block: slots per step of a program, a multiple of 32 (Mosaic: of 64).
       rows: most query rows (token, head of the group) of a program (Mosaic: 64 per warpgroup).
       num_warps: warps of a Triton program.
       num_stages: depth of the pipeline of loads.
       readers: Mosaic: warpgroups of a program that take turns with the blocks, 1 or 2.
       cluster: Mosaic: programs that take turns with the blocks and add their sums up, a power of two.
+      splits: Mosaic: clusters (or programs) that take turns with the blocks; the sums of several are merged by a second kernel.
     """
 
     split: int
@@ -31,12 +32,15 @@ class Tiling:
     num_stages: int = 3
     readers: int = 1
     cluster: int = 1
+    splits: int = 1
 
     def __post_init__(self):
         if self.block % 32 or self.split % self.block:
             raise ValueError(f"{self}: block must be a multiple of 32 and split one of block")
         if self.readers not in (1, 2) or self.cluster not in (1, 2, 4, 8, 16):
             raise ValueError(f"{self}: readers must be 1 or 2 and cluster 1, 2, 4, 8 or 16")
+        if self.splits < 1:
+            raise ValueError(f"{self}: splits must be at least 1")
         if self.readers * self.cluster > 1 and self.rows > 64:
             raise ValueError(f"{self}: readers and clusters work on at most 64 rows a program")
 
@@ -76,6 +80,11 @@ class Problem:
         least = max(1, -(-self.num_slots * programs // MULTIPROCESSORS))
         return min(max(256, 1 << (least - 1).bit_length()), LONGEST_SPLIT)
 
+    def splits(self, tile_rows: int, programs: int = 1) -> int:
+        """Splits of 256 slots or more with which programs of `tile_rows` rows fill the chip, `programs` a multiprocessor."""
+        fitting = programs * MULTIPROCESSORS // (self.groups * -(-self.rows // tile_rows))
+        return max(1, min(fitting, self.num_slots // 256))
+
 
 def triton_tiling(problem: Problem) -> Tiling:
     """The Triton kernel's tiling."""
@@ -95,6 +104,7 @@ def triton_tiling(problem: Problem) -> Tiling:
     return Tiling(problem.split(64), max(32, 64 // problem.width), rows=64, num_warps=4, num_stages=3)
 
 
+MOST_SLOTS = 16384  # Mosaic: of a split where the pieces alone fill the chip
 MOST_PEERS = 2
 """Programs of a cluster. With eight, which leave nothing to merge, 8k and 32k at batch 1 took 20 and 63 us (splits: 18 and
 46): half of the multiprocessors read, and heads that share a page no longer read it together."""
@@ -109,14 +119,15 @@ def mosaic_tiling(problem: Problem) -> Tiling:
     """The Mosaic kernel's tiling.
 
     More pieces of 64 rows than multiprocessors: no split, two warpgroups share keys and values. About half as many: the slots
-    of the same rows are dealt out among two warpgroups a program and the programs of a cluster, all in one kernel. Fewer: in
+    of the same rows are dealt out among two warpgroups a program and the programs of a cluster, all in one kernel. Fewer: among
     splits, merged by a second kernel; of many rows two warpgroups share what they read.
     """
     pieces = problem.groups * -(-problem.rows // 64)
     shared = problem.width == 1
     if problem.rows > PREFILL or pieces > MULTIPROCESSORS:
-        split = 0 if problem.rows > PREFILL or problem.num_slots <= 4 * LONGEST_SPLIT else 4 * LONGEST_SPLIT
-        return Tiling(split, 64, rows=128 if shared else 64, num_stages=3 if shared and problem.rows <= PREFILL else 2)
+        splits = 1 if problem.rows > PREFILL else -(-problem.num_slots // MOST_SLOTS)
+        stages = 3 if shared and problem.rows <= PREFILL else 2
+        return Tiling(0, 64, rows=128 if shared else 64, num_stages=stages, splits=splits)
     readers, cluster = 2 if shared else 1, 1
     while (
         cluster < MOST_PEERS
@@ -128,14 +139,11 @@ def mosaic_tiling(problem: Problem) -> Tiling:
     if cluster * pieces >= MULTIPROCESSORS // 2 or problem.num_slots <= SHORT:
         return Tiling(0, 64, rows=64, num_stages=3 if shared else 2, readers=readers, cluster=cluster)
     if shared and problem.rows >= 128:
-        return Tiling(problem.split(128), 64, rows=128, num_stages=3)
-    split = problem.split(64)
+        return Tiling(0, 64, rows=128, num_stages=3, splits=problem.splits(128))
     # One program a multiprocessor has three stages; two, which hide each other's waits, have room for two each.
-    return (
-        Tiling(split // 2, 64, rows=64, num_stages=2)
-        if split > 512
-        else Tiling(split, 64, rows=64, num_stages=3 if shared else 2)
-    )
+    if problem.num_slots > 1024 * problem.splits(64):
+        return Tiling(0, 64, rows=64, num_stages=2, splits=problem.splits(64, programs=2))
+    return Tiling(0, 64, rows=64, num_stages=3 if shared else 2, splits=problem.splits(64))
 
 
 MOST_PARTS = 8

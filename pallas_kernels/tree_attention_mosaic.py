@@ -6,9 +6,10 @@ itself: it is read a block ahead. What works on one piece:
 
 * a warpgroup, so small that two programs live on a multiprocessor and hide each other's waits; or two of 128 rows in all, that
   share the blocks (wide trees); or
-* W = `readers` * `cluster` warpgroups for the same 64 rows: one or two to a program, each with a ring of its own, in a
-  cluster of programs. They deal the blocks out among them (block i is worker i % W's, whatever the length), and
-  each program adds up some of the channels of all (`mosaic_merge`).
+* W = `splits` * `cluster` * `readers` warpgroups for the same 64 rows: one or two to a program, each with a ring of its own,
+  in clusters of programs. They deal the blocks out among them: block i is worker i % W's, whatever the length, so that all
+  work on a table that is far longer than its sequence, and a row's result does not depend on the length. Each program of a
+  cluster adds up some of the channels of all its programs (`mosaic_merge`).
 
 A split that is alone writes the result to its place; several are merged by a second kernel.
 """
@@ -89,7 +90,7 @@ def _attention(
     sharing: int,
     readers: int,
     cluster: int,
-    split: int,
+    splits: int,
     causal: bool,
     num_inflight: int,
     T: int,
@@ -106,7 +107,7 @@ def _attention(
     wg = lax.axis_index("wg") if sharing * readers > 1 else jnp.int32(0)
     group, reader = (wg, jnp.int32(0)) if readers == 1 else (jnp.int32(0), wg)
     peer = lax.axis_index("peer") if cluster > 1 else jnp.int32(0)
-    worker, workers = peer * readers + reader, readers * cluster
+    worker, workers = (part * cluster + peer) * readers + reader, splits * cluster * readers
     (k_smem, v_smem), (spare, stage, sums, tops) = ring_or_sums
     R, Dv = WARPGROUP_ROWS, v_hbm.shape[-1]
     S, N = k_hbm.shape[1], table.shape[1]
@@ -114,16 +115,14 @@ def _attention(
     pieces = max(1, block // S)  # copies a block
     length = length_ref[b]
     row_end = jnp.minimum(divide((tile + 1) * (R * sharing) + (G - 1), G), T)
-    start = part * split
     stop = last_slot(length, row_end, causal=causal, M=num_inflight, T=T, num_slots=num_slots)
-    stop = jnp.minimum(stop, start + split)
-    blocks = divide(jnp.maximum(stop - start, 0) + (block - 1), block)
+    blocks = divide(stop + (block - 1), block)
     near = sinks = jnp.int32(0)
     lowest = jnp.int32(0)
     if window is not None:
         lowest = jnp.minimum(jnp.maximum(nearest_ref[b] - (window - 1), 0), length)
-        near = jnp.minimum(divide(jnp.maximum(lowest - start, 0), block), blocks)
-        sinks = jnp.minimum(divide(jnp.maximum(min(sink, num_slots) - start, 0) + (block - 1), block), near)
+        near = jnp.minimum(divide(lowest, block), blocks)
+        sinks = jnp.minimum(-(-min(sink, num_slots) // block), near)
 
     def own(n):  # of the first n blocks
         return n if workers == 1 else divide(n + (workers - 1) - worker, workers)
@@ -135,7 +134,7 @@ def _attention(
 
     def first_slot(i):
         i = i if window is None else jnp.where(i < sinks, i, near + i - sinks)
-        return start + (i * workers + worker) * block
+        return (i * workers + worker) * block
 
     def pages_of(i):
         first = divide(first_slot(i), S)
@@ -261,7 +260,7 @@ def _attention(
         carry = (acc, per_row(MASKED), per_row(0.0), ahead[-1])
         full = jnp.int32(0)
         if window is None:
-            full = own(jnp.minimum(divide(jnp.maximum(length - start, 0), block), blocks))
+            full = own(jnp.minimum(divide(length, block), blocks))
             carry = lax.fori_loop(0, full, functools.partial(attend, masked=False), carry)
         acc, m, total, _ = lax.fori_loop(full, steps, functools.partial(attend, masked=True), carry)
 
@@ -310,7 +309,7 @@ def _attention(
     if direct:
         body()
     else:
-        pl.when(start < stop)(body)
+        pl.when(part * (cluster * readers) < blocks)(body)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window", "sink", "softcap", "tiling", "interpret"))
@@ -347,8 +346,7 @@ def tree_attention(
     tile_rows = sharing * WARPGROUP_ROWS
     tiles = pl.cdiv(T * G, tile_rows)
     padded = tiles * tile_rows
-    split = tiling.split or pl.cdiv(num_slots, block) * block
-    splits = pl.cdiv(num_slots, split)
+    splits = tiling.splits
     direct = splits == 1
     causal = visible is None
     tokens = tile_tokens(G, Dv)
@@ -373,10 +371,11 @@ def tree_attention(
         grouped = q.reshape(B, T, K, G, Dk).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, Dk)
         grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, -(T * G) % 8 if T * G > 8 else 0), (0, 0)))
 
-    limits = {"causal": causal, "num_inflight": M, "window": window, "sink": sink, "split": split, "T": T}
+    limits = {"causal": causal, "num_inflight": M, "T": T}
     kernel = functools.partial(
-        _attention, block=block, stages=stages, sharing=sharing, readers=readers, cluster=cluster, G=G, tokens=tokens,
-        scale=scale, softcap=softcap, direct=direct, in_registers=not interpret, **limits,
+        _attention, block=block, stages=stages, sharing=sharing, readers=readers, cluster=cluster, splits=splits, G=G,
+        tokens=tokens, scale=scale, window=window, sink=sink, softcap=softcap, direct=direct, in_registers=not interpret,
+        **limits,
     )  # fmt: skip
     f32 = jnp.float32
     if not direct:
@@ -440,4 +439,5 @@ def tree_attention(
         out = out[:, :, : T * G].astype(q.dtype).reshape(B, K, T, G, Dv)
         return out.transpose(0, 2, 1, 3, 4).reshape(B, T, H, Dv)
     heads = {"K": K, "G": G, "Dv": Dv, "tokens": tokens, "num_slots": num_slots}
-    return merge_splits(out, lse, length, positions, q.dtype, interpret=interpret, **heads, **limits)
+    slots = block * cluster * readers  # a turn of a split
+    return merge_splits(out, lse, length, q.dtype, interpret=interpret, slots=slots, **heads, **limits)

@@ -105,7 +105,7 @@ def table(out: pathlib.Path):
             elif part != "ncu":
                 print(f"  {name:24s}", " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
     (out / "attention.json").write_text(json.dumps(every, indent=1))
-    print(f"\nus, GB/s, share of the floor at {read_rate(out) / 1e12:.2f} TB/s; tilings as split/block/rows/warps/stages")
+    print(f"\nus, GB/s, share of the floor at {read_rate(out) / 1e12:.2f} TB/s; tilings as split(s)/block/rows/warps/stages")
     for point, cells in points.items():
         print(" ", point)
         for name, row in sorted(cells, key=lambda c: c[1].get("us", 1e9)):

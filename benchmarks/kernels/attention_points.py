@@ -15,22 +15,22 @@ LAYERS = 32  # calls that share a mask
 TARGETS = [(1, 8192, 1), (16, 8192, 1), (64, 8192, 1), (1, 32768, 1), (16, 32768, 1), (1, 8192, 8), (16, 8192, 8)]
 TARGETS += [(T, 512, B) for B in (1, 8) for T in (1, 16, 64)]
 
-# Choices beside the default, as split/block/rows/warps/stages/readers/cluster; the last two are 1 if not given. 113 KB of
-# shared memory let two programs of three Mosaic stages share a multiprocessor; those of four stages, of blocks of 128 or of two
-# readers have one to themselves.
+# Choices beside the default, as splits/block/rows/warps/stages/readers/cluster, for Triton slots per split first; the last two
+# are 1 if not given. 113 KB of shared memory let two programs of three Mosaic stages share a multiprocessor; those of four
+# stages, of blocks of 128 or of two readers have one to themselves.
 CHOICES = {
-    (16, 8192, 1): "mosaic 1088/64/64/4/3/2/2, 576/64/64/4/3/2/1, 512/64/64/4/3, 2112/64/64/4/3/2/4, 512/64/64/4/2",
-    (16, 32768, 1): "mosaic 4160/64/64/4/3/2/2, 2112/64/64/4/3/2/1, 2112/64/64/4/3/1/2, 16448/64/64/4/3/2/8, 1024/64/64/4/2",
-    (16, 8192, 8): "mosaic 0/64/64/4/3/2/2, 4160/64/64/4/3/2/1, 2048/64/64/4/2",
-    (16, 512, 8): "mosaic 0/64/64/4/3/2/2, 0/64/64/4/3/2/1; triton 0/128/32/4/3",
-    (64, 512, 8): "mosaic 0/64/128/4/3; triton 0/64/64/4/3",
-    (64, 8192, 1): "mosaic 1088/64/128/4/3, 2112/64/64/4/3/2/1",
-    (16, 512, 1): "mosaic 0/64/64/4/3/2/2; triton 128/128/16/4/2",
-    (64, 512, 1): "mosaic 0/64/64/4/3/2/2, 0/64/64/4/3/2/1; triton 0/128/16/4/3",
-    (64, 8192, 8): "mosaic 0/64/128/4/3, 4096/64/128/4/3",
-    (1, 512, 8): "mosaic 0/64/64/4/3/2/2",
-    (1, 8192, 8): "mosaic 0/64/64/4/3/2/2",
-    (1, 8192, 1): "mosaic 1088/64/64/4/3/2/2",
+    (16, 8192, 1): "mosaic 16/64/64/4/3/2, 16/64/64/4/3, 8/64/64/4/3/2/2, 16/64/64/4/2/2, 33/64/64/4/2, 4/64/64/4/3/2/4",
+    (16, 32768, 1): "mosaic 16/64/64/4/3/2, 33/64/64/4/2, 8/64/64/4/3/2/2, 16/64/64/4/2/2, 33/64/64/4/3, 4/64/64/4/3/2/4",
+    (16, 8192, 8): "mosaic 1/64/64/4/3/2/2, 2/64/64/4/3/2/1, 4/64/64/4/2, 2/64/64/4/2/2/1",
+    (16, 512, 8): "mosaic 1/64/64/4/3/2/2, 1/64/64/4/3/2/1; triton 0/128/32/4/3",
+    (64, 512, 8): "mosaic 1/64/128/4/3; triton 0/64/64/4/3",
+    (64, 8192, 1): "mosaic 8/64/128/4/3, 4/64/64/4/3/2/1",
+    (16, 512, 1): "mosaic 1/64/64/4/3/2/2, 4/64/64/4/2/2; triton 128/128/16/4/2",
+    (64, 512, 1): "mosaic 1/64/64/4/3/2/2, 1/64/64/4/3/2/1; triton 0/128/16/4/3",
+    (64, 8192, 8): "mosaic 1/64/128/4/3, 2/64/128/4/3",
+    (1, 512, 8): "mosaic 1/64/64/4/3/2/2",
+    (1, 8192, 8): "mosaic 1/64/64/4/3/2/2",
+    (1, 8192, 1): "mosaic 16/64/64/4/3/2",
 }  # fmt: skip
 
 
@@ -163,9 +163,12 @@ def measure_points(rows: Rows, out: pathlib.Path, todo: list):
                 rows.run(name, measure)
 
 
-def label(tiling) -> str:
-    """A tiling in few characters: split/block/rows/warps/stages."""
-    return f"{tiling.split}/{tiling.block}/{tiling.rows}/{tiling.num_warps}/{tiling.num_stages}"
+def tiling_of(backend: str, text: str):
+    """A choice as it stands in `CHOICES`."""
+    from pallas_kernels.tilings import Tiling
+
+    first, *others = map(int, text.split("/"))
+    return Tiling(0, *others, splits=first) if backend == "mosaic" else Tiling(first, *others)
 
 
 def default_backend(T: int, L: int, B: int) -> str:
@@ -199,14 +202,12 @@ def targets_part(rows: Rows, out: pathlib.Path):
 
 def choices_part(rows: Rows, out: pathlib.Path):
     """A few other tilings at the same points."""
-    from pallas_kernels.tilings import Tiling
-
     todo = []
     for (T, L, B), text in CHOICES.items():
         for clause in text.split("; "):
             backend, values = clause.split(" ", 1)
             for value in values.split(", "):
-                tiling = Tiling(*map(int, value.split("/")))
+                tiling = tiling_of(backend, value)
                 todo.append((f"T={T} L={L} B={B} {backend} {value}", attention_call(backend, tiling), T, L, B, 16))
     measure_points(rows, out, todo)
 

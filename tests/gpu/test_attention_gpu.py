@@ -46,7 +46,8 @@ def check(case, dtype, backend, tiling=None):
 @pytest.mark.parametrize("backend, dtype", [("triton", jnp.float32), ("triton", jnp.bfloat16), ("mosaic", jnp.bfloat16)])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_small_cases(case, backend, dtype):
-    check(case, dtype, backend, Tiling(64, 64 if backend == "mosaic" else 32, rows=128 if backend == "mosaic" else 16))
+    mosaic, triton = Tiling(0, 64, rows=128, splits=3), Tiling(64, 32, rows=16)
+    check(case, dtype, backend, mosaic if backend == "mosaic" else triton)
 
 
 @pytest.mark.parametrize("backend", ["triton", "mosaic"])
@@ -65,20 +66,21 @@ def test_float32_real_size():
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("split", [256, 512, 1024])
+@pytest.mark.parametrize("splits", [33, 16, 5])
 @pytest.mark.parametrize("backend", ["triton", "mosaic"])
-def test_tilings(backend, split, stages):
-    check(REAL[1], jnp.bfloat16, backend, Tiling(split, 64, rows=64, num_stages=stages))
+def test_tilings(backend, splits, stages):
+    split = {} if backend == "mosaic" else {"split": 64 * -(-128 // splits)}
+    check(REAL[1], jnp.bfloat16, backend, Tiling(**{"split": 0} | split, rows=64, num_stages=stages, splits=splits))
 
 
-WORKERS = ((0, 2, 8), (0, 2, 2), (0, 2, 1), (0, 1, 8), (0, 1, 2), (0, 2, 4), (4096, 2, 4), (2048, 1, 2))  # readers, cluster
+WORKERS = ((1, 2, 8), (1, 2, 2), (1, 2, 1), (1, 1, 8), (1, 1, 2), (1, 2, 4), (3, 2, 4), (5, 1, 2), (16, 2, 1))
 
 
 @pytest.mark.parametrize("case", [REAL[1], REAL[6], REAL[2]], ids=lambda c: c.name)
-@pytest.mark.parametrize("split, readers, cluster", WORKERS)
-def test_clusters(case, split, readers, cluster):
+@pytest.mark.parametrize("splits, readers, cluster", WORKERS)
+def test_clusters(case, splits, readers, cluster):
     """Sums of several warpgroups and programs, added up through a neighbour's shared memory: also where most have no work."""
-    check(case, jnp.bfloat16, "mosaic", Tiling(split, 64, num_stages=3, readers=readers, cluster=cluster))
+    check(case, jnp.bfloat16, "mosaic", Tiling(0, 64, num_stages=3, readers=readers, cluster=cluster, splits=splits))
 
 
 ODD = (Case(**LLAMA, T=4, N=40, B=3, lengths=(0, 600, 31)), Case(**LLAMA, T=3, N=40, missing=2, tree=False))

@@ -111,7 +111,7 @@ def test_mosaic(case, capfd):
     arguments, options = build(case, jnp.bfloat16)
     want = run(in_float32(arguments), options, backend="reference")
     got = tree_attention(
-        *arguments, **options, backend="mosaic", tiling=Tiling(0 if case.T > 16 else 128, 64, rows=128, num_stages=2),
+        *arguments, **options, backend="mosaic", tiling=Tiling(0, 64, rows=128, num_stages=2, splits=1 if case.T > 16 else 2),
         interpret=plgpu.InterpretGPUParams(detect_races=True),
     )  # fmt: skip
     assert row_error(got, want) <= TOLERANCE["bfloat16"]
@@ -163,12 +163,12 @@ def test_lowers_for_cuda(case, backend):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("split, readers, cluster, kernels", [(0, 2, 8, 1), (0, 2, 1, 1), (0, 1, 16, 1), (4096, 2, 4, 2)])
-def test_clusters_lower_for_cuda(split, readers, cluster, kernels):
+@pytest.mark.parametrize("splits, readers, cluster, kernels", [(1, 2, 8, 1), (1, 2, 1, 1), (1, 1, 16, 1), (3, 2, 4, 2)])
+def test_clusters_lower_for_cuda(splits, readers, cluster, kernels):
     """What interpret mode cannot run: the sums in a neighbour's shared memory. One kernel, and a merge only of splits."""
     arguments, options = build(LOWERED[1], jnp.bfloat16)
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments]
-    tiling = Tiling(split, 64, readers=readers, cluster=cluster)
+    tiling = Tiling(0, 64, readers=readers, cluster=cluster, splits=splits)
     f = jax.jit(lambda *a: tree_attention(*a, **options, backend="mosaic", tiling=tiling))
     with pretend_h200():
         text = f.trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
@@ -220,6 +220,8 @@ def test_tiling_is_checked():
         Tiling(0, cluster=3)
     with pytest.raises(ValueError, match="at most 64 rows"):
         Tiling(0, rows=128, readers=2)
+    with pytest.raises(ValueError, match="at least 1"):
+        Tiling(0, splits=0)
 
 
 def problem(T, L, B, heads=(4, 8), head_dim=128, itemsize=2):
@@ -241,7 +243,7 @@ def test_short_tables_are_split_only_for_few_programs(T, B):
 def test_long_tables_fill_the_chip(L, B, table):
     for T in (1, 16, 64):
         tiling = table(problem(T, L, B))
-        splits = -(-L // tiling.split) if tiling.split else 1
+        splits = -(-L // tiling.split) if tiling.split else tiling.splits
         workers = B * 8 * -(-T * 4 // tiling.rows) * splits * tiling.readers * tiling.cluster
         assert workers >= 66  # half of the multiprocessors
         assert tiling.split == 0 or tiling.split >= 256
@@ -250,17 +252,17 @@ def test_long_tables_fill_the_chip(L, B, table):
 @pytest.mark.parametrize(
     "T, L, B, want",
     [
-        (16, 8256, 1, (512, 64, 1, 1, 3)),  # 17.8 us; 19.9 in clusters of eight
-        (16, 32832, 1, (1024, 64, 1, 1, 2)),  # 45.9 us; 46.9 with three stages, 62.9 in clusters
-        (16, 8256, 8, (0, 64, 2, 2, 3)),  # 74.4 us; 80.6 in splits
-        (16, 576, 8, (0, 64, 2, 2, 3)),  # 11.4 us; Triton 14.9
-        (64, 576, 8, (0, 128, 1, 1, 3)),  # 17.1 us; 18.0 without sharing, 23.4 with two readers
-        (64, 8256, 1, (1024, 128, 1, 1, 3)),  # 32.8 us; 36.7 without sharing, 62 in clusters
+        (16, 8256, 1, (16, 64, 1, 1, 3)),  # 17.8 us; 19.9 in clusters of eight
+        (16, 32832, 1, (33, 64, 1, 1, 2)),  # 45.9 us; 46.9 with three stages, 62.9 in clusters
+        (16, 8256, 8, (1, 64, 2, 2, 3)),  # 74.4 us; 80.6 in splits
+        (16, 576, 8, (1, 64, 2, 2, 3)),  # 11.4 us; Triton 14.9
+        (64, 576, 8, (1, 128, 1, 1, 3)),  # 17.1 us; 18.0 without sharing, 23.4 with two readers
+        (64, 8256, 1, (8, 128, 1, 1, 3)),  # 32.8 us; 36.7 without sharing, 62 in clusters
     ],
 )
 def test_mosaic_takes_what_was_fastest_on_the_h200(T, L, B, want):
     tiling = tilings.mosaic_tiling(problem(T, L, B))
-    assert (tiling.split, tiling.rows, tiling.readers, tiling.cluster, tiling.num_stages) == want
+    assert (tiling.splits, tiling.rows, tiling.readers, tiling.cluster, tiling.num_stages) == want
 
 
 @pytest.mark.parametrize("D", [96, 192, 256])
@@ -274,7 +276,8 @@ def test_clusters_of_odd_heads(D):
 
 def test_prefill_chunks_are_not_split():
     for table in (tilings.triton_tiling, tilings.mosaic_tiling):
-        assert table(problem(1024, 8192, 1)).split == 0
+        tiling = table(problem(1024, 8192, 1))
+        assert tiling.split == 0 and tiling.splits == 1
 
 
 def test_wide_heads_take_short_steps():
