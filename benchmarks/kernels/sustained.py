@@ -1,6 +1,7 @@
 """What a verify pass of many rows costs a chip at its power limit: each product run without pause, in ms, watts and joules.
 
     CUDA_VISIBLE_DEVICES=0 python benchmarks/kernels/sustained.py --rows 512 --budget 150 --out DIR
+    python benchmarks/kernels/sustained.py --table benchmarks/results/h200_sustained.json   # anywhere: writes the table
 
 The products are those of a Llama-3.1-8B: qkv, out, gate_up with silu(gate) · up behind it, down, head (float32 results), over
 the weights of all layers, so that each is read from memory. Ways of computing them: `xla`, as XLA chooses by itself
@@ -21,6 +22,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import json
 import math
 import os
 import pathlib
@@ -37,6 +39,7 @@ for folder in (HERE.parent, HERE.parents[2]):
 
 from timing import Rows  # noqa: E402
 
+TABLE = HERE.parents[2] / "pallas_kernels" / "wide_table.py"
 LAYERS, HEADS = 32, 2
 SHAPES = {"qkv": (4096, 6144), "out": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096), "head": (4096, 128256)}
 LAYER = ("qkv", "out", "gate_up", "down")
@@ -45,11 +48,11 @@ NO_TRITON = "--xla_gpu_enable_triton_gemm=false"
 TILINGS = {
     "qkv": [(192,), (192, 64, 1, 1)],
     "out": [(128,), (256, 64, 2, 2, 32)],
-    "gate_up": [(224, 64, 1, 2, 112), (256,)],
+    "gate_up": [(224, 64, 1, 2, 112), (256,), (224, 64, 1, 2, 224)],
     "down": [(128,), (256, 64, 2, 2, 32)],
     "head": [(256, 64, 1, 2, 32)],
 }
-"""Fields of `wide_product.Tiling`; those of gate_up also without the activation at their end."""
+"""Fields of `wide_product.Tiling`; those that can gate end in gate_up's activation."""
 MOST_ERROR = 6e-3  # rounding to bfloat16 alone makes 1.7e-3
 IN_FLIGHT, BURST = 6, 0.015
 QUERY = "power.draw.instant,clocks.sm,clocks.mem"
@@ -67,7 +70,8 @@ class Sampler:
         except OSError:
             self.process = None
             return
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self):
         for line in self.process.stdout:
@@ -215,26 +219,24 @@ def candidates(way: str, rows: int) -> dict[str, list[Way]]:
 
     found: dict[str, list[Way]] = {}
     for name, fields in TILINGS.items():
-        for each in fields:
-            tiling = Tiling(*each)
-            full = dataclasses.astuple(tiling)
-            if name == "gate_up" and tiling.gates(rows, *SHAPES[name]):
-                found.setdefault(name, []).append(Way(full, True))
-            if tiling.fits(rows, *SHAPES[name]):
-                found.setdefault(name, []).append(Way(full))
+        tilings = [t for t in (Tiling(*each) for each in fields) if t.fits(rows, *SHAPES[name])]
+        found[name] = [Way(dataclasses.astuple(t), name == "gate_up" and t.gates(rows, *SHAPES[name])) for t in tilings]
     return found
 
 
-def fewest_joules(rows: dict, ways: tuple[str, ...]) -> dict[str, tuple[str, Way]]:
-    """name -> (process, way) of the correct row that takes the fewest joules, or the least time where no power was seen."""
-    best: dict[str, tuple[float, str, Way]] = {}
+def fewest_joules(rows: dict, ways: tuple[str, ...]) -> dict[str, dict]:
+    """name -> the correct row that takes the fewest joules, or the least time where no power was seen."""
+    best: dict[str, dict] = {}
     for row in rows.values():
-        if row.get("way") in ways and row.get("product") in SHAPES and row.get("error", 0) <= MOST_ERROR:
-            cost = row.get("joules", row["ms"])
-            if row["product"] not in best or cost < best[row["product"]][0]:
-                tiling = None if row["tiling"] is None else tuple(row["tiling"])
-                best[row["product"]] = cost, row["way"], Way(tiling, row["gated"])
-    return {name: (way, choice) for name, (_, way, choice) in best.items()}
+        if row.get("way") in ways and row["product"] in SHAPES and row.get("error", 0) <= MOST_ERROR:
+            held = best.setdefault(row["product"], row)
+            best[row["product"]] = min(held, row, key=lambda r: r.get("joules", r["ms"]))
+    return best
+
+
+def way_of(row: dict) -> Way:
+    """How a row's product was computed."""
+    return Way(None if row["tiling"] is None else tuple(row["tiling"]), row["gated"])
 
 
 def measure(results: Rows, way: str, rows: int, warm: float, seconds: float) -> None:
@@ -279,7 +281,7 @@ def measure(results: Rows, way: str, rows: int, warm: float, seconds: float) -> 
     if way in ("xla", "cublas"):
         own = {name: Way() for name in SHAPES}
     else:
-        own = {name: choice for name, (_, choice) in fewest_joules(results.rows, ("xla", "cublas", "kernel")).items()}
+        own = {name: way_of(row) for name, row in fewest_joules(results.rows, ("xla", "cublas", "kernel")).items()}
     tries = [(name, choice) for name, choices in candidates(way, rows).items() for choice in choices]
     runs = [pools[choice.tiling is not None].submit(compiled, one_product(name, choice), name) for name, choice in tries]
     wanted = {name: pools[False].submit(compiled, lambda x, ws, n=name: Way().product(n)(x, ws[n][0]), name)
@@ -290,7 +292,7 @@ def measure(results: Rows, way: str, rows: int, warm: float, seconds: float) -> 
         label = f"{way} {name}" + (f" {choice.name}" if way == "kernel" else "")
         results.run(label, lambda n=name, c=choice, r=run: one(n, c, r.result(), wanted.get(n)), patience=60.0)
     if way == "kernel":
-        own = {name: choice for name, (_, choice) in fewest_joules(results.rows, ("kernel",)).items()}
+        own = {name: way_of(row) for name, row in fewest_joules(results.rows, ("kernel",)).items()}
         if len(own) < len(SHAPES):
             return
         round_run = pools[True].submit(compiled, verify_pass(own), "qkv")
@@ -301,13 +303,25 @@ def measure(results: Rows, way: str, rows: int, warm: float, seconds: float) -> 
     sampler.close()
 
 
+def table_text(rows: dict) -> str:
+    """The source of the table that follows from measurements: where the kernel took fewer joules than XLA by either way."""
+    lines = []
+    for name, row in fewest_joules(rows, ("xla", "cublas", "kernel")).items():
+        other = fewest_joules(rows, ("xla", "cublas")).get(name)
+        if row["way"] == "kernel" and other is not None:
+            cost = "; ".join(f"{r['way']} {r['ms'] * 1e3:.1f} us, {r['joules'] * 1e3:.1f} mJ" for r in (row, other))
+            lines.append(f"    (9.0, {row['rows']}, {SHAPES[name][0]}, {SHAPES[name][1]}): {way_of(row).tiling},  # {cost}")
+    head, _, _ = TABLE.read_text().partition("= {")
+    return head + "= {" + "\n".join(["", *lines, "}"] if lines else ["}"]) + "\n"
+
+
 def report(rows: dict) -> None:
     """A line for each row."""
     order = [*SHAPES, None]
     found = sorted((r for r in rows.values() if "ms" in r), key=lambda r: (order.index(r["product"]), r.get("joules", r["ms"])))
     print(f"{'':8s} {'way':38s}     ms  burst TFLOP/s     W  SM MHz      J")
     for row in found:
-        way = row["way"] if row["tiling"] is None else Way(tuple(row["tiling"]), row["gated"]).name
+        way = row["way"] if row["tiling"] is None else way_of(row).name
         chip = [row.get(key, math.nan) for key in ("watts", "sm_mhz", "joules")]
         wrong = "  WRONG" if not row.get("error", 0) <= MOST_ERROR else ""
         print(f"{row['product'] or 'round':8s} {way:38s} {row['ms']:6.4f} {row['burst_ms']:6.4f} {row['tflops']:7.0f} "
@@ -327,8 +341,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1.5, help="seconds that it is measured for (default: 1.5)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"), help="folder of sustained.json")
+    parser.add_argument("--table", type=pathlib.Path, metavar="JSON", help="only write the table from such a file")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.table is not None:
+        rows = json.loads(args.table.read_text())
+        TABLE.write_text(table_text(rows))
+        report(rows)
+        return 0
     out, stop = args.out.resolve(), time.time() + args.budget
     out.mkdir(parents=True, exist_ok=True)
     if args.child:
@@ -340,7 +360,7 @@ def main() -> int:
             if left < 12:
                 break
             rows = Rows(out, "sustained", 0).rows
-            used = collections.Counter(each for each, _ in fewest_joules(rows, ("xla", "cublas", "kernel")).values())
+            used = collections.Counter(row["way"] for row in fewest_joules(rows, ("xla", "cublas", "kernel")).values())
             without = way == "cublas" or (way == "mix" and used["cublas"] > used["xla"])
             flags = f"{os.environ.get('XLA_FLAGS', '')} {NO_TRITON if without else ''}".strip()
             command = [sys.executable, str(HERE), "--child", "--ways", way, "--out", str(out), "--budget", str(left - 3)]
