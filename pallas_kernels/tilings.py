@@ -80,9 +80,9 @@ class Problem:
         least = max(1, -(-self.num_slots * programs // MULTIPROCESSORS))
         return min(max(256, 1 << (least - 1).bit_length()), LONGEST_SPLIT)
 
-    def splits(self, tile_rows: int, programs: int = 1) -> int:
-        """Splits of 256 slots or more with which programs of `tile_rows` rows fill the chip, `programs` a multiprocessor."""
-        fitting = programs * MULTIPROCESSORS // (self.groups * -(-self.rows // tile_rows))
+    def splits(self, tile_rows: int) -> int:
+        """Splits of 256 slots or more with which programs of `tile_rows` rows, one per multiprocessor, fill the chip."""
+        fitting = MULTIPROCESSORS // (self.groups * -(-self.rows // tile_rows))
         return max(1, min(fitting, self.num_slots // 256))
 
 
@@ -137,13 +137,11 @@ def mosaic_tiling(problem: Problem) -> Tiling:
     ):
         cluster *= 2
     if cluster * pieces >= MULTIPROCESSORS // 2 or problem.num_slots <= SHORT:
-        return Tiling(0, 64, rows=64, num_stages=3 if shared else 2, readers=readers, cluster=cluster)
+        return Tiling(0, 64, rows=64, num_stages=2, readers=readers, cluster=cluster)
     if shared and problem.rows >= 128:
         return Tiling(0, 64, rows=128, num_stages=3, splits=problem.splits(128))
-    # One program a multiprocessor has three stages; two, which hide each other's waits, have room for two each.
-    if problem.num_slots > 1024 * problem.splits(64):
-        return Tiling(0, 64, rows=64, num_stages=2, splits=problem.splits(64, programs=2))
-    return Tiling(0, 64, rows=64, num_stages=3 if shared else 2, splits=problem.splits(64))
+    # A program of one warpgroup has room for a second one beside it.
+    return Tiling(0, 64, rows=64, num_stages=2, readers=readers, splits=(2 // readers) * problem.splits(64))
 
 
 MOST_PARTS = 8

@@ -11,7 +11,8 @@ itself: it is read a block ahead. What works on one piece:
   work on a table that is far longer than its sequence, and a row's result does not depend on the length. Each program of a
   cluster adds up some of the channels of all its programs (`mosaic_merge`).
 
-A split that is alone writes the result to its place; several are merged by a second kernel.
+A worker begins with its last block, the one that may need a mask: while it does, the others arrive. A split that is alone
+writes the result to its place; several are merged by a second kernel.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels.inflight import inflight_words, last_slot
+from pallas_kernels.merge_splits import MASKED, merge_splits
 from pallas_kernels.mosaic_mask import Mask
-from pallas_kernels.mosaic_merge import LOG2E, MASKED, WARPGROUP_ROWS, Exchange, divide, give, join, merge_splits, over
+from pallas_kernels.mosaic_merge import LOG2E, WARPGROUP_ROWS, Exchange, divide, give, join, over
 from pallas_kernels.tilings import Tiling
 
 AVAILABLE = hasattr(plgpu, "InterpretGPUParams") and hasattr(plgpu, "cluster_ref")  # the API as of jax 0.11.2
@@ -133,12 +135,13 @@ def _attention(
     rows = pl.ds((tile * sharing + group) * R, R)  # may reach beyond the rows of q
 
     def first_slot(i):
+        i = steps - 1 - i
         i = i if window is None else jnp.where(i < sinks, i, near + i - sinks)
         return (i * workers + worker) * block
 
     def pages_of(i):
         first = divide(first_slot(i), S)
-        return tuple(table[b, jnp.minimum(first + j, N - 1)] for j in range(pieces))
+        return tuple(table[b, jnp.clip(first + j, 0, N - 1)] for j in range(pieces))
 
     keys, values = (k_hbm, k_smem, k_ready), (v_hbm, v_smem, v_ready)
 
@@ -149,8 +152,8 @@ def _attention(
         size = min(S, block)
         inside = pl.ds(0, S) if size == S else pl.ds(lax.rem(first_slot(i), jnp.int32(S)), size)
 
-        for j, page in enumerate(pages):
-            for source, target, ready in what:
+        for source, target, ready in what:
+            for j, page in enumerate(pages):
                 here = target.at[slot, pl.ds(j * size, size)]
                 plgpu.copy_gmem_to_smem(source.at[page, inside, head], here, ready.at[slot])
 
@@ -161,8 +164,7 @@ def _attention(
     def body():
         leads = group == 0
 
-        @pl.when(reader == 0)
-        def _():
+        def fetch_queries():
             if tokens is None:
                 plgpu.copy_gmem_to_smem(q_hbm.at[b, head, rows], q_smem.at[group], q_ready.at[group])
             for g in range(G) if tokens is not None else ():
@@ -171,6 +173,8 @@ def _attention(
 
         for i, pages in enumerate(ahead[:-1]):
             pl.when(leads & (i < steps))(functools.partial(fetch, jnp.int32(i), in_ring(i), pages, keys, values))
+            if i == 0:
+                pl.when(reader == 0)(fetch_queries)
         position = None
         if window is not None:
             position = plgpu.load(position_ref.at[b, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
@@ -258,11 +262,11 @@ def _attention(
 
         acc = plgpu.layout_cast(jnp.zeros((R, Dv), jnp.float32), plgpu.Layout.WGMMA)
         carry = (acc, per_row(MASKED), per_row(0.0), ahead[-1])
-        full = jnp.int32(0)
+        full = jnp.int32(0) if window is not None else own(jnp.minimum(divide(length, block), blocks))
+        carry = lax.fori_loop(jnp.int32(0), steps - full, functools.partial(attend, masked=True), carry)
         if window is None:
-            full = own(jnp.minimum(divide(length, block), blocks))
-            carry = lax.fori_loop(0, full, functools.partial(attend, masked=False), carry)
-        acc, m, total, _ = lax.fori_loop(full, steps, functools.partial(attend, masked=True), carry)
+            carry = lax.fori_loop(steps - full, steps, functools.partial(attend, masked=False), carry)
+        acc, m, total, _ = carry
 
         if workers > 1 or (direct and tokens is not None):  # the ring's memory is used for something else from here on
             plgpu.barrier_arrive(drained)
@@ -438,6 +442,17 @@ def tree_attention(
     if direct:
         out = out[:, :, : T * G].astype(q.dtype).reshape(B, K, T, G, Dv)
         return out.transpose(0, 2, 1, 3, 4).reshape(B, T, H, Dv)
-    heads = {"K": K, "G": G, "Dv": Dv, "tokens": tokens, "num_slots": num_slots}
-    slots = block * cluster * readers  # a turn of a split
-    return merge_splits(out, lse, length, q.dtype, interpret=interpret, slots=slots, **heads, **limits)
+    turn = block * cluster * readers  # slots that a split takes at once
+
+    def row(t, h):
+        head, g = h // G, h % G
+        place = t * G + g if tokens is None else t // tokens * WARPGROUP_ROWS + g * tokens + t % tokens
+        return head * padded + place
+
+    def written(s, t, length, position):  # a split that had no turn has written nothing
+        return s * turn < last_slot(length, t + 1, causal=causal, M=M, T=T, num_slots=num_slots)
+
+    sums, lse = (x.reshape(B, splits, K * padded, *x.shape[4:]) for x in (out, lse))
+    return merge_splits(
+        sums, lse, length, positions, q.dtype, H=H, row=row, written=written, interpret=bool(interpret)
+    )  # fmt: skip

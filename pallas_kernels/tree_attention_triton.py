@@ -18,23 +18,11 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels.inflight import WORD, inflight_words, last_slot
+from pallas_kernels.merge_splits import MASKED, channel_chunks, merge_splits
 from pallas_kernels.tilings import Tiling
 from pallas_kernels.triton_blocks import whole
 
 LOG2E = 1.4426950408889634
-MASKED = -1e30  # finite: a row that has seen nothing yet must give exp2(0), not NaN
-MERGE_CHUNK = 32  # most splits that the merge reads at once
-EAGER_MERGES = 256  # most merging programs that do not wait for the length
-
-
-def channel_chunks(size: int) -> tuple[tuple[int, int], ...]:
-    """A head size as (offset, power of two) pieces: 192 is 128 + 64. Triton's blocks are powers of two."""
-    chunks, offset = [], 0
-    while offset < size:
-        piece = 1 << ((size - offset).bit_length() - 1)
-        chunks.append((offset, piece))
-        offset += piece
-    return tuple(chunks)
 
 
 def serves(q: Array, k_pages: Array, v_pages: Array) -> bool:
@@ -192,64 +180,6 @@ def _attention(
         pl.when(start < stop)(written)
 
 
-def _merge(
-    part_ref,  # [B, splits, T, H, Dv] float32
-    lse_ref,  # [B, splits, T, H]
-    length_ref,  # [B]
-    position_ref,  # [B, T]
-    out_ref,  # [B, T, H, Dv]
-    *,
-    split: int,
-    causal: bool,
-    num_inflight: int,
-    num_slots: int,
-    window: int | None,
-    sink: int,
-):
-    h, t, b = (pl.program_id(i) for i in range(3))
-    T, H, Dv = out_ref.shape[1:]
-    splits = part_ref.shape[1]
-    chunk = min(MERGE_CHUNK, pl.next_power_of_2(splits))
-    # With few programs the wait counts, not the bytes: read before the length is known, drop what nobody wrote afterwards.
-    eager = chunk >= splits and out_ref.shape[0] * T * H <= EAGER_MERGES
-    length = length_ref[b]
-    stop = last_slot(length, t + 1, causal=causal, M=num_inflight, T=T, num_slots=num_slots)
-    stop = _divide(stop + split - 1, split)
-    first = 0
-    if window is not None:
-        near = jnp.minimum(jnp.maximum(position_ref[b, t] - (window - 1), 0), length)
-        first = _divide(near, split)
-    sinks = -(-sink // split) if window is not None else 0
-    lower = 0 if sinks else _divide(jnp.asarray(first, jnp.int32), chunk)
-
-    def add(i, carry):
-        accs, m, total = carry
-        s = i * chunk + jnp.arange(chunk)
-        live = (s < stop) & ((s >= first) | (s < sinks))
-        at = jnp.minimum(s, splits - 1)
-        wanted = (s < splits) if eager else live & (s < splits)
-        lse = jnp.where(live, plt.load(lse_ref.at[b, at, t, h], mask=wanted, other=MASKED), MASKED)
-        m_new = jnp.maximum(m, lse.max())
-        weight = jnp.where(lse > MASKED, jnp.exp2(lse - m_new), 0.0)
-        alpha = jnp.exp2(m - m_new)
-        new = []
-        for (offset, size), acc in zip(channel_chunks(Dv), accs, strict=True):
-            where = (b, at[:, None], t, h, offset + jnp.arange(size)[None])
-            value = jnp.where(live[:, None], plt.load(part_ref.at[where], mask=wanted[:, None], other=0.0), 0.0)
-            new.append(acc * alpha + (weight[:, None] * value).sum(axis=0))
-        return tuple(new), m_new, total * alpha + weight.sum()
-
-    zero = tuple(jnp.zeros((size,), jnp.float32) for _, size in channel_chunks(Dv))
-    carry = (zero, jnp.float32(MASKED), jnp.float32(0.0))
-    if chunk >= splits:
-        accs, _, total = add(0, carry)
-    else:
-        accs, _, total = lax.fori_loop(lower, _divide(stop + chunk - 1, chunk), add, carry)
-    total = jnp.where(total == 0.0, 1.0, total)
-    for (offset, size), acc in zip(channel_chunks(Dv), accs, strict=True):
-        plt.store(out_ref.at[b, t, h, offset + jnp.arange(size)], (acc / total).astype(out_ref.dtype))
-
-
 @functools.partial(jax.jit, static_argnames=("scale", "window", "sink", "softcap", "tiling", "interpret"))
 def tree_attention(
     q: Float[Array, "B T H Dk"],
@@ -302,14 +232,16 @@ def tree_attention(
     )(*inputs)
     if direct:
         return results[0]
-    inputs = (*results, length, positions)
-    return pl.pallas_call(
-        functools.partial(_merge, num_slots=num_slots, **limits),
-        grid=(H, T, B),
-        in_specs=[whole(x) for x in inputs],
-        out_specs=whole(jax.ShapeDtypeStruct((B, T, H, Dv), q.dtype)),
-        out_shape=jax.ShapeDtypeStruct((B, T, H, Dv), q.dtype),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name="tree_attention_merge",
-    )(*inputs)
+
+    def written(s, t, length, position):
+        stop = last_slot(length, t + 1, causal=visible is None, M=M, T=T, num_slots=num_slots)
+        live = s < _divide(stop + split - 1, split)
+        if window is not None:
+            near = jnp.minimum(jnp.maximum(position - (window - 1), 0), length)
+            live = live & ((s >= _divide(near, split)) | (s < -(-sink // split)))
+        return live
+
+    sums, lse = (x.reshape(B, splits, T * H, *x.shape[4:]) for x in results)
+    return merge_splits(
+        sums, lse, length, positions, q.dtype, H=H, row=lambda t, h: t * H + h, written=written, interpret=interpret
+    )  # fmt: skip
