@@ -6,8 +6,8 @@
 all of its columns, a third fetches by TMA. What costs energy besides the multiplications, and what is done about it:
 
 * Operands are read from shared memory once per instruction: 10 KB for 64 x 256 x 16, 12 for 64 x 128 x 16, so wide tiles.
-* The two programs of a cluster work on the same columns for different tokens: each fetches half of w's block and TMA hands it
-  to both. Programs that run at the same time work on neighbouring tiles, tokens first, so that w is read from memory once.
+* The programs of a cluster work on the same columns for different tokens: each fetches a part of w's block and TMA hands it
+  to all. Programs that run at the same time work on neighbouring tiles, tokens first, so that w is read from memory once.
 * Multiprocessors that idle in a last, partly filled wave make the others run at a higher clock, hence a higher voltage, for
   the same time. Widths that leave no such wave: 224 for 28672 columns (four waves of 128 programs), 192 for 6144 and
   128 for 4096 (one); `parts` cuts along K where wide tiles are too few.
@@ -33,7 +33,8 @@ __all__ = ["AVAILABLE", "ROWS", "Tiling", "add_parts", "available", "partial_pro
 ROWS = 512  # at most
 CONSUMERS, UNIT = 2, 64  # warpgroups that multiply; tokens of each: wgmma's M
 TOKENS = CONSUMERS * UNIT  # of a tile
-MULTIPROCESSORS = 132
+AT_ONCE = {1: 132, 2: 66, 4: 28}
+"""Programs or clusters, by their size, that an H200 runs at once: not all of its 132 multiprocessors form clusters of four."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Tiling:
         """Whether the kernel can run a product of so many tokens, inputs and outputs."""
         whole = outputs % self.columns == 0 and inputs % (self.depth * self.cuts) == 0
         units = self.columns % 16 == 0 and self.columns <= 256 and self.depth % 64 == 0 and self.columns % self.chunk == 0
-        return whole and units and self.chunk % 16 == 0 and rows <= ROWS and self.stages() >= 2
+        runs = self.cluster in AT_ONCE and self.stages() >= 2
+        return whole and units and self.chunk % 16 == 0 and rows <= ROWS and runs
 
     def gates(self, rows: int, inputs: int, outputs: int) -> bool:
         """Whether the kernel can end in silu(gate) · value: half of each tile gates and half values."""
@@ -209,7 +211,7 @@ def partial_products(
     width, stages = tiling.columns // halves, tiling.stages(jnp.dtype(dtype).itemsize, gated)
     work = _Work(
         groups=pl.cdiv(rows, TOKENS * tiling.cluster), tiles=outputs // tiling.columns, cuts=tiling.cuts,
-        steps=inputs // tiling.depth // tiling.cuts, most=MULTIPROCESSORS // tiling.cluster,
+        steps=inputs // tiling.depth // tiling.cuts, most=AT_ONCE[tiling.cluster],
     )  # fmt: skip
 
     def product_kernel(x_hbm, w_hbm, p_hbm, x_smem, w_smem, out_smem, full, empty):

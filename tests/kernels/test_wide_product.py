@@ -16,15 +16,15 @@ from tests.kernels.attention_cases import pretend_h200
 
 KERNEL = product._kernel(wide=True)
 needs_mosaic = pytest.mark.skipif(KERNEL is None, reason="the Mosaic GPU kernel needs jax >= 0.11")
-# Rows, inputs, outputs; columns, depth, cuts, cluster, chunk; multiprocessors. With few cores the interpreter hangs where
+# Rows, inputs, outputs; columns, depth, cuts, cluster, chunk; clusters at once. With few cores the interpreter hangs where
 # clusters hand out their results in several pieces: the threads that it computes with all wait at barriers.
 CASES = {
     "one tile": (40, 128, 128, (128, 64, 1, 1, 64), 1),
     "several turns, pieces": (200, 256, 128, (64, 64, 1, 1, 32), 2),
     "a ring that is refilled": (100, 768, 64, (64, 64, 1, 1, 64), 1),
-    "shared columns, no rows for a program": (300, 256, 128, (64, 64, 1, 2, 64), 4),
-    "cut along the inputs": (300, 256, 128, (64, 64, 2, 2, 64), 4),
-    "another swizzle": (130, 128, 448, (224, 64, 1, 2, 224), 2),
+    "shared columns, no rows for a program": (300, 256, 128, (64, 64, 1, 2, 64), 2),
+    "cut along the inputs": (300, 256, 128, (64, 64, 2, 2, 64), 2),
+    "another swizzle": (130, 128, 448, (224, 64, 1, 2, 224), 1),
 }
 
 
@@ -46,9 +46,9 @@ def interpreted():
 @needs_mosaic
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel_multiplies(case, monkeypatch, capfd):
-    rows, inputs, outputs, tiling, multiprocessors = CASES[case]
-    monkeypatch.setattr(KERNEL, "MULTIPROCESSORS", multiprocessors)
+    rows, inputs, outputs, tiling, at_once = CASES[case]
     tiling, (x, w) = KERNEL.Tiling(*tiling), operands(rows, inputs, outputs)
+    monkeypatch.setitem(KERNEL.AT_ONCE, tiling.cluster, at_once)
     parts = KERNEL.partial_products(x, w, tiling, interpret=interpreted())
     assert parts.shape == (tiling.cuts, rows, outputs)
     found = np.asarray(KERNEL.add_parts(parts, tiling, inputs))
@@ -59,8 +59,8 @@ def test_the_kernel_multiplies(case, monkeypatch, capfd):
 @needs_mosaic
 @pytest.mark.parametrize("tiling", [(128, 64, 1, 2, 64), (224, 64, 1, 1, 112)])
 def test_gates_and_values_in_one(tiling, monkeypatch, capfd):
-    monkeypatch.setattr(KERNEL, "MULTIPROCESSORS", 2)
     tiling = KERNEL.Tiling(*tiling)
+    monkeypatch.setitem(KERNEL.AT_ONCE, tiling.cluster, 1)
     x, w = operands(140, 128, 4 * tiling.columns // 2)
     assert tiling.gates(140, *w.shape)
     found = KERNEL.partial_products(x, w, tiling, dtype=x.dtype, gated=True, interpret=interpreted())
@@ -77,6 +77,7 @@ def test_what_does_not_fit_is_refused():
     assert not tiling.fits(513, 4096, 28672)
     assert not tiling.fits(512, 4096, 4096)
     assert not KERNEL.Tiling(512).fits(512, 4096, 4096)  # more columns than wgmma takes
+    assert not KERNEL.Tiling(256, cluster=3).fits(512, 4096, 4096)
     assert not KERNEL.Tiling(256, cuts=3).fits(512, 4096, 4096)
     assert not KERNEL.Tiling(224, chunk=224).gates(512, 4096, 28672)  # half a tile is less than a piece
     assert not KERNEL.Tiling(256, cuts=2).gates(512, 4096, 28672)
@@ -129,7 +130,7 @@ def test_models_take_the_kernel_where_the_table_has_it(monkeypatch):
     monkeypatch.setattr(device, "capability", lambda: 9.0)
     monkeypatch.setattr(product, "MEASURED_WIDE", table)
     monkeypatch.setattr(KERNEL, "partial_products", run)
-    monkeypatch.setattr(KERNEL, "MULTIPROCESSORS", 1)
+    monkeypatch.setitem(KERNEL.AT_ONCE, 1, 1)
     x, w = operands(390, 128, 64)
     np.testing.assert_allclose(np.asarray(layers.dense(x, {"kernel": w}), np.float32), exact(x, w), rtol=2e-2, atol=2e-2)
     x, w = operands(390, 64, 128)
