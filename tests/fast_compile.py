@@ -11,3 +11,6 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", FLAGS)
 os.environ.setdefault("JAXSPEC_COMPILATION_CACHE", "0")
+# Interpreted warpgroups that wait for each other each hold a thread of XLA's, which has as many as the machine has cores:
+# with two they crawl, or wait for ever.
+os.environ.setdefault("NPROC", "16")
