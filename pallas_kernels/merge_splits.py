@@ -11,13 +11,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.tilings import MULTIPROCESSORS
 from pallas_kernels.triton_blocks import whole
 
 MASKED = -1e30  # finite: a row that has seen nothing yet must give exp2(0), not NaN
-MOST_SUMS = 64  # rows of partial sums that a program reads at once
-EAGER_PROGRAMS = 256  # most programs that do not wait for the length
-MOST_TOKENS = 4  # of a program: so many rows of sums lie behind each other
+MOST_SPLITS = 32  # that a program reads at once
+EAGER_PROGRAMS = 512  # most programs that do not wait for the length
+WARPS = 4
 
 
 def channel_chunks(size: int) -> tuple[tuple[int, int], ...]:
@@ -28,14 +27,6 @@ def channel_chunks(size: int) -> tuple[tuple[int, int], ...]:
         chunks.append((offset, piece))
         offset += piece
     return tuple(chunks)
-
-
-def _tokens(B: int, T: int, H: int) -> int:
-    """Tokens of a program: as many as leave a program to every multiprocessor."""
-    tokens = MOST_TOKENS
-    while tokens > 1 and B * H * -(-T // tokens) < MULTIPROCESSORS - 4:
-        tokens //= 2
-    return tokens
 
 
 def merge_splits(
@@ -59,60 +50,52 @@ def merge_splits(
       dtype: of the result.
       H: heads.
       row: (token, head) → row.
-      written: (split [S, 1], token [1, n], length, position [1, n]) → whether that split has written that token's row; all
-        others may hold anything.
+      written: (split [S], token, length, position) → whether that split has written that token's row; all others may hold
+        anything.
       interpret: run on a CPU.
     """
     (B, splits, _, Dv), T = part.shape, positions.shape[1]
-    tokens = _tokens(B, T, H)
-    chunk = min(MOST_SUMS // tokens, pl.next_power_of_2(splits))
-    groups = pl.cdiv(T, tokens)
+    chunk = min(MOST_SPLITS, pl.next_power_of_2(splits))
     # With few programs the wait counts, not the bytes: read before the length is known, drop what nobody wrote afterwards.
-    eager = chunk >= splits and B * H * groups <= EAGER_PROGRAMS
+    eager = chunk >= splits and B * H * T <= EAGER_PROGRAMS
 
     def kernel(part_ref, lse_ref, length_ref, position_ref, out_ref):
-        h, group, b = (pl.program_id(i) for i in range(3))
-        t = group * tokens + jnp.arange(tokens)[None]  # past T for tokens that do not exist: interpreted stores drop them
-        inside = jnp.minimum(t, T - 1)
-        at, length = row(inside, h), length_ref[b]
-        position = plt.load(position_ref.at[b, inside])
+        h, t, b = (pl.program_id(i) for i in range(3))
+        at, length, position = row(t, h), length_ref[b], position_ref[b, t]
 
         def add(i, carry):
             accs, top, total = carry
-            split = i * chunk + jnp.arange(chunk)[:, None]
+            split = i * chunk + jnp.arange(chunk)
             exists = split < splits
-            live = exists & written(split, inside, length, position)
+            live = exists & written(split, t, length, position)
             wanted, split = exists if eager else live, jnp.minimum(split, splits - 1)
             own = jnp.where(live, plt.load(lse_ref.at[b, split, at], mask=wanted, other=MASKED), MASKED)
-            new_top = jnp.maximum(top, own.max(axis=0))
-            weight = jnp.where(own > MASKED, jnp.exp2(own - new_top[None]), 0.0)
+            new_top = jnp.maximum(top, own.max())
+            weight = jnp.where(own > MASKED, jnp.exp2(own - new_top), 0.0)
             alpha = jnp.exp2(top - new_top)
             sums = []
             for (offset, size), acc in zip(channel_chunks(Dv), accs, strict=True):
-                channel = offset + jnp.arange(size)[None, None]
-                value = plt.load(part_ref.at[b, split[..., None], at[..., None], channel], mask=wanted[..., None], other=0.0)
-                value = jnp.where(live[..., None], value, 0.0)  # what nobody wrote may be NaN
-                sums.append(acc * alpha[:, None] + (weight[..., None] * value).sum(axis=0))
-            return tuple(sums), new_top, total * alpha + weight.sum(axis=0)
+                channel = offset + jnp.arange(size)[None]
+                value = plt.load(part_ref.at[b, split[:, None], at, channel], mask=wanted[:, None], other=0.0)
+                value = jnp.where(live[:, None], value, 0.0)  # what nobody wrote may be NaN
+                sums.append(acc * alpha + (weight[:, None] * value).sum(axis=0))
+            return tuple(sums), new_top, total * alpha + weight.sum()
 
-        zero = tuple(jnp.zeros((tokens, size), jnp.float32) for _, size in channel_chunks(Dv))
-        carry = (zero, jnp.full((tokens,), MASKED, jnp.float32), jnp.zeros((tokens,), jnp.float32))
-        count = -(-splits // chunk)
+        zero = tuple(jnp.zeros((size,), jnp.float32) for _, size in channel_chunks(Dv))
+        carry, count = (zero, jnp.float32(MASKED), jnp.float32(0.0)), -(-splits // chunk)
         accs, _, total = add(0, carry) if count == 1 else lax.fori_loop(0, count, add, carry)
         total = jnp.where(total == 0.0, 1.0, total)
-        token = t.reshape(tokens, 1)
         for (offset, size), acc in zip(channel_chunks(Dv), accs, strict=True):
-            channel = offset + jnp.arange(size)[None]
-            plt.store(out_ref.at[b, token, h, channel], (acc / total[:, None]).astype(dtype), mask=token < T)
+            plt.store(out_ref.at[b, t, h, offset + jnp.arange(size)], (acc / total).astype(dtype))
 
     arrays, out = (part, lse, length, positions), jax.ShapeDtypeStruct((B, T, H, Dv), dtype)
     return pl.pallas_call(
         kernel,
-        grid=(H, groups, B),
+        grid=(H, T, B),
         in_specs=[whole(x) for x in arrays],
         out_specs=whole(out),
         out_shape=out,
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="tree_attention_merge",
     )(*arrays)

@@ -1,11 +1,11 @@
 """Tree attention for Pallas' Mosaic GPU back end (Hopper, jax 0.11.2 and later).
 
 The work is cut into (kv head, row tile, split, sequence). Keys and values arrive by TMA, one copy per page and head, in rings
-of `num_stages` blocks; the products are wgmma, a warpgroup's of 64 rows. The table of pages does not wait for anything but
-itself: it is read a block ahead. What works on one piece:
+of `num_stages` blocks; the products are wgmma, a warpgroup's of 64 rows. A warpgroup of its own asks for the copies, each of
+which takes a multiprocessor 80 ns, so that the first block is at work while the last ones are asked for; it reads the table
+of pages a block ahead. What works on one piece:
 
-* a warpgroup, so small that two programs live on a multiprocessor and hide each other's waits; or two of 128 rows in all, that
-  share the blocks (wide trees); or
+* a warpgroup, or two of 128 rows in all that share the blocks (wide trees); or
 * W = `splits` * `cluster` * `readers` warpgroups for the same 64 rows: one or two to a program, each with a ring of its own,
   in clusters of programs. They deal the blocks out among them: block i is worker i % W's, whatever the length, so that all
   work on a table that is far longer than its sequence, and a row's result does not depend on the length. Each program of a
@@ -80,7 +80,8 @@ def _attention(
     q_ready,
     k_ready,
     v_ready,
-    free,
+    k_free,
+    v_free,
     clean,
     drained,
     joined,
@@ -106,12 +107,12 @@ def _attention(
     in_registers: bool,
 ):
     b, part, tile, head = (lax.axis_index(a) for a in ("batch", "split", "tile", "kv_head"))
-    wg = lax.axis_index("wg") if sharing * readers > 1 else jnp.int32(0)
+    wg = lax.axis_index("wg")
     group, reader = (wg, jnp.int32(0)) if readers == 1 else (jnp.int32(0), wg)
     peer = lax.axis_index("peer") if cluster > 1 else jnp.int32(0)
-    worker, workers = (part * cluster + peer) * readers + reader, splits * cluster * readers
+    workers = splits * cluster * readers
     (k_smem, v_smem), (spare, stage, sums, tops) = ring_or_sums
-    R, Dv = WARPGROUP_ROWS, v_hbm.shape[-1]
+    R, Dv, consumers = WARPGROUP_ROWS, v_hbm.shape[-1], sharing * readers
     S, N = k_hbm.shape[1], table.shape[1]
     num_slots = N * S
     pieces = max(1, block // S)  # copies a block
@@ -126,64 +127,83 @@ def _attention(
         near = jnp.minimum(divide(lowest, block), blocks)
         sinks = jnp.minimum(-(-min(sink, num_slots) // block), near)
 
-    def own(n):  # of the first n blocks
-        return n if workers == 1 else divide(n + (workers - 1) - worker, workers)
+    def turns(reader):
+        """A reader's blocks: (how many of the first n are its own, its number of steps, each step's first slot)."""
+        worker = (part * cluster + peer) * readers + reader
 
-    if window is not None:
-        near, sinks = own(near), own(sinks)
-    steps = sinks + own(blocks) - near
-    rows = pl.ds((tile * sharing + group) * R, R)  # may reach beyond the rows of q
+        def own(n):
+            return n if workers == 1 else divide(n + (workers - 1) - worker, workers)
 
-    def first_slot(i):
-        i = steps - 1 - i
-        i = i if window is None else jnp.where(i < sinks, i, near + i - sinks)
-        return (i * workers + worker) * block
+        its_near, its_sinks = (own(near), own(sinks)) if window is not None else (0, 0)
+        steps = its_sinks + own(blocks) - its_near
 
-    def pages_of(i):
-        first = divide(first_slot(i), S)
-        return tuple(table[b, jnp.clip(first + j, 0, N - 1)] for j in range(pieces))
+        def first_slot(i):
+            i = steps - 1 - i
+            i = i if window is None else jnp.where(i < its_sinks, i, its_near + i - its_sinks)
+            return (i * workers + worker) * block
 
-    keys, values = (k_hbm, k_smem, k_ready), (v_hbm, v_smem, v_ready)
+        return own, steps, first_slot
 
-    def in_ring(slot):
+    def in_ring(reader, i):
+        slot = lax.rem(i, jnp.int32(stages))
         return slot if readers == 1 else reader * stages + slot
 
-    def fetch(i, slot, pages, *what):
-        size = min(S, block)
-        inside = pl.ds(0, S) if size == S else pl.ds(lax.rem(first_slot(i), jnp.int32(S)), size)
-
-        for source, target, ready in what:
-            for j, page in enumerate(pages):
-                here = target.at[slot, pl.ds(j * size, size)]
-                plgpu.copy_gmem_to_smem(source.at[page, inside, head], here, ready.at[slot])
-
-    if tokens is not None:
-        its_tokens = pl.ds((tile * sharing + group) * tokens, tokens)  # visibly a multiple of eight
-    ahead = [pages_of(jnp.int32(i)) for i in range(stages + 1)]  # before the branch on the length, so as not to wait for it
-
-    def body():
-        leads = group == 0
-
-        def fetch_queries():
+    def fetch_queries():
+        for group in range(sharing):
+            rows = pl.ds((tile * sharing + group) * R, R)  # may reach beyond the rows of q
             if tokens is None:
                 plgpu.copy_gmem_to_smem(q_hbm.at[b, head, rows], q_smem.at[group], q_ready.at[group])
             for g in range(G) if tokens is not None else ():
+                its_tokens = pl.ds((tile * sharing + group) * tokens, tokens)
                 there = q_smem.at[group, pl.ds(g * tokens, tokens)]
                 plgpu.copy_gmem_to_smem(q_hbm.at[b, its_tokens, head * G + g], there, q_ready.at[group])
 
-        for i, pages in enumerate(ahead[:-1]):
-            pl.when(leads & (i < steps))(functools.partial(fetch, jnp.int32(i), in_ring(i), pages, keys, values))
-            if i == 0:
-                pl.when(reader == 0)(fetch_queries)
+    def produce():
+        if in_registers and consumers == 2:
+            plgpu.set_max_registers(40, action="decrease")
+        all_turns = [turns(reader) for reader in range(readers)]
+        size = min(S, block)
+
+        def pages_of(i):
+            first = [divide(first_slot(i), S) for _, _, first_slot in all_turns]
+            return [[table[b, jnp.clip(f + j, 0, N - 1)] for j in range(pieces)] for f in first]
+
+        def fetch(i, pages):
+            following = pages_of(i + 1)
+            for reader, (_, steps, first_slot) in enumerate(all_turns):
+                slot = in_ring(reader, i)
+                inside = pl.ds(0, S) if size == S else pl.ds(lax.rem(first_slot(i), jnp.int32(S)), size)
+
+                @pl.when(i < steps)
+                def _(reader=reader, slot=slot, inside=inside):
+                    for source, target, ready, free in ((k_hbm, k_smem, k_ready, k_free), (v_hbm, v_smem, v_ready, v_free)):
+                        pl.when(i >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+                        for j, page in enumerate(pages[reader]):
+                            here = target.at[slot, pl.ds(j * size, size)]
+                            plgpu.copy_gmem_to_smem(source.at[page, inside, head], here, ready.at[slot])
+
+                if reader == 0:
+                    pl.when(i == 0)(fetch_queries)
+            return following
+
+        most = functools.reduce(jnp.maximum, [steps for _, steps, _ in all_turns])
+        lax.fori_loop(jnp.int32(0), most, fetch, pages_of(jnp.int32(0)))
+
+    def consume():
+        if in_registers and consumers == 2:
+            plgpu.set_max_registers(232, action="increase")
+        leads = group == 0
+        own, steps, first_slot = turns(reader)
+        rows = pl.ds((tile * sharing + group) * R, R)
         position = None
         if window is not None:
             position = plgpu.load(position_ref.at[b, rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         mask = Mask(words_ref, used_ref, b, rows, length, position, lowest, window, sink, block)
-        plgpu.barrier_wait(q_ready.at[group])
+        pl.when(steps > 0)(functools.partial(plgpu.barrier_wait, q_ready.at[group]))
 
         def attend(i, carry, masked):
-            acc, m, total, pages = carry
-            slot = in_ring(lax.rem(i, jnp.int32(stages)))
+            acc, m, total = carry
+            slot = in_ring(reader, i)
             first = first_slot(i)
             indices = mask.indices(first)
             words = mask.words_of_rows(indices) if masked else []  # arrive while the products run
@@ -195,9 +215,7 @@ def _attention(
 
             scores = pl.run_scoped(product, plgpu.ACC((R, block), jnp.float32))
             scores = scores * (scale * LOG2E) if softcap is None else softcap * LOG2E * jnp.tanh(scores * (scale / softcap))
-            refill = leads & (i + stages < steps)
-            if sharing == 1:  # the keys' place is free as soon as the scores are there
-                pl.when(refill)(functools.partial(fetch, i + stages, slot, pages, keys))
+            plgpu.barrier_arrive(k_free.at[slot])
             if masked:
                 allowed = mask.by_row(first, words)
                 scores = jnp.where(allowed, scores, MASKED)
@@ -239,17 +257,8 @@ def _attention(
 
                 acc = acc + pl.run_scoped(product, plgpu.ACC((R, Dv), jnp.float32))
 
-            if sharing == 1:
-                pl.when(refill)(functools.partial(fetch, i + stages, slot, pages, values))
-            else:
-                plgpu.barrier_arrive(free.at[slot])
-
-                @pl.when(refill)
-                def _():
-                    plgpu.barrier_wait(free.at[slot])
-                    fetch(i + stages, slot, pages, keys, values)
-
-            return acc, m_new, total, pages_of(i + (stages + 1))
+            plgpu.barrier_arrive(v_free.at[slot])
+            return acc, m_new, total
 
         def scrub(slot, first, indices):
             kept = mask.by_any(first, indices, Dv)
@@ -261,12 +270,12 @@ def _attention(
             return plgpu.layout_cast(jnp.full((R,), x, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
         acc = plgpu.layout_cast(jnp.zeros((R, Dv), jnp.float32), plgpu.Layout.WGMMA)
-        carry = (acc, per_row(MASKED), per_row(0.0), ahead[-1])
+        carry = (acc, per_row(MASKED), per_row(0.0))
         full = jnp.int32(0) if window is not None else own(jnp.minimum(divide(length, block), blocks))
         carry = lax.fori_loop(jnp.int32(0), steps - full, functools.partial(attend, masked=True), carry)
         if window is None:
             carry = lax.fori_loop(steps - full, steps, functools.partial(attend, masked=False), carry)
-        acc, m, total, _ = carry
+        acc, m, total = carry
 
         if workers > 1 or (direct and tokens is not None):  # the ring's memory is used for something else from here on
             plgpu.barrier_arrive(drained)
@@ -282,7 +291,7 @@ def _attention(
         safe = jnp.where(empty, 1.0, total)
         acc = acc / over(safe, Dv)
         lse = jnp.where(empty, MASKED, m + jnp.log(safe) * LOG2E)
-        width = Dv // cluster
+        width, rows = Dv // cluster, pl.ds((tile * sharing + group) * R, R)
         columns = pl.ds(peer * width, width)
         if cluster > 1:
             at = (b, part, tile, head)
@@ -303,12 +312,17 @@ def _attention(
         if cluster > 1:  # nobody leaves before all have read its sums
             plgpu.barrier_arrive(taken)
         if direct and tokens is not None:
+            its_tokens = pl.ds((tile * sharing + group) * tokens, tokens)  # visibly a multiple of eight
             for g in range(G):
                 there = out_hbm.at[b, its_tokens, head * G + g, columns]
                 plgpu.copy_smem_to_gmem(stage.at[group, pl.ds(g * tokens, tokens)], there)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if cluster > 1:
             plgpu.barrier_wait(taken)
+
+    def body():
+        pl.when(wg == consumers)(produce)
+        pl.when(wg < consumers)(consume)
 
     if direct:
         body()
@@ -346,7 +360,7 @@ def tree_attention(
     num_slots = N * S
     readers, cluster = tiling.readers, tiling.cluster
     sharing = 2 if tiling.rows >= 128 and T * G > WARPGROUP_ROWS and readers * cluster == 1 else 1
-    warpgroups = sharing * readers
+    consumers = sharing * readers
     tile_rows = sharing * WARPGROUP_ROWS
     tiles = pl.cdiv(T * G, tile_rows)
     padded = tiles * tile_rows
@@ -393,7 +407,6 @@ def tree_attention(
     # By TMA in the queries' type; what warps write themselves must fill sectors of 32 bytes (jax 0.12 insists on it): float32.
     out_dtype = q.dtype if direct and tokens is not None else f32
     pieces = max(1, block // S)
-    threads = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
     clusters = {"cluster": (cluster,), "cluster_names": ("peer",)} if cluster > 1 else {}
     together_in_cluster = plgpu.ClusterBarrier(collective_axes=("peer",)) if cluster > 1 else None
     rows_type = plgpu.SMEM((WARPGROUP_ROWS,), f32)
@@ -416,13 +429,14 @@ def tree_attention(
                     rows_type,
                 ),
             ),
-            _tiled((warpgroups, WARPGROUP_ROWS, block), q.dtype) if interpret else None,
+            _tiled((consumers, WARPGROUP_ROWS, block), q.dtype) if interpret else None,
             plgpu.Barrier(num_arrivals=1 if tokens is None else G, num_barriers=sharing),
             plgpu.Barrier(num_arrivals=pieces, num_barriers=readers * stages),
             plgpu.Barrier(num_arrivals=pieces, num_barriers=readers * stages),
-            plgpu.Barrier(num_arrivals=sharing, num_barriers=stages) if sharing > 1 else None,
+            plgpu.Barrier(num_arrivals=sharing, num_barriers=readers * stages),
+            plgpu.Barrier(num_arrivals=sharing, num_barriers=readers * stages),
             plgpu.Barrier(num_barriers=stages) if sharing > 1 else None,
-            plgpu.Barrier(num_arrivals=warpgroups),
+            plgpu.Barrier(num_arrivals=consumers),
             plgpu.Barrier() if readers > 1 else None,
             together_in_cluster,
             together_in_cluster,
@@ -433,7 +447,8 @@ def tree_attention(
             reduction_scratch_bytes=REDUCTION_BYTES,
         ),
         interpret=interpret or None,
-        **threads,
+        num_threads=consumers + 1,
+        thread_name="wg",
         **clusters,
     )(grouped, k_pages, v_pages, page_table, length, words, used, position, nearest)
 
