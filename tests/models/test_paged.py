@@ -1,6 +1,7 @@
 """What the forward over a paged cache does on a GPU: a single row beside one that does not exist, fused rope and write."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,24 +20,31 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
+@functools.cache
+def inputs():
+    """Weights, and two prompts of seven tokens."""
+    return decoder.init_params(CONFIG, jax.random.key(0)), jax.random.randint(jax.random.key(1), (2, 7), 0, 64)
+
+
 def run(batch=1, T=1, taps=(0, 2), **options):
     """The outputs for T rows behind seven committed ones (and behind scratch entries, where `options` name some)."""
 
+    params, prompts = inputs()
+
     @jax.jit  # anew in every call: what a test replaces is looked up while tracing
-    def outputs():
-        params = decoder.init_params(CONFIG, jax.random.key(0))
+    def outputs(params, prompts):
         pools = init_layers(2, 23, 4, 2, 32, 32, jnp.float32)
         table = jnp.arange(1, 1 + 11 * batch).reshape(batch, 11)
         at = jnp.broadcast_to(jnp.arange(7), (batch, 7))
         base = jnp.zeros(batch, jnp.int32)
-        x = decoder.embed(params, CONFIG, jax.random.randint(jax.random.key(1), (batch, 7), 0, 64))
+        x = decoder.embed(params, CONFIG, prompts[:batch])
         pools = paged.paged_forward(params, CONFIG, x, pools, table, base, at, jnp.ones((batch, 7), bool)).layers
         x = decoder.embed(params, CONFIG, jnp.full((batch, T), 5))
         positions = jnp.broadcast_to(7 + jnp.arange(T), (batch, T))
         valid = jnp.ones((batch, T), bool).at[0, 2:].set(False)
         return paged.paged_forward(params, CONFIG, x, pools, table, base + 7, positions, valid, taps=taps, **options)
 
-    return outputs()
+    return outputs(params, prompts)
 
 
 @pytest.fixture
@@ -99,7 +107,7 @@ def test_a_product_is_cut_where_its_columns_are_few():
 def test_a_fresh_chunk_over_its_own_rows_is_the_one_over_the_pages(window):
     """Rows that exist and pages come out the same in float32; padded rows, poisoned here, touch neither."""
     config = dataclasses.replace(CONFIG, windows=(window, None))
-    params = decoder.init_params(config, jax.random.key(0))
+    params, _ = inputs()
     batch, T = 2, 19
     table = jnp.arange(1, 1 + 5 * batch).reshape(batch, 5)
     valid = jnp.arange(T) < jnp.array([[T], [11]])

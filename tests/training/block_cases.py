@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,16 @@ from tests.training.numpy_model import rms, rotated
 def view_of(target: ModelParams, objective, tokens, supervised) -> View:
     """A batch as the loop makes it."""
     config, tokens = target.config, jnp.asarray(tokens, jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    out = decoder.decode(
-        target.tree, config, decoder.embed(target.tree, config, tokens), positions, causal_attend(positions),
-        (None,) * config.num_layers, objective.taps,
-    )  # fmt: skip
+    out = states(target.tree, tokens, config, tuple(objective.taps))
     features = jnp.zeros((*tokens.shape, 0)) if out.features is None else out.features
     return View(target.tree, tokens, jnp.asarray(supervised), features, out.hidden)
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def states(tree, tokens, config, taps) -> decoder.Output:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    x = decoder.embed(tree, config, tokens)
+    return decoder.decode(tree, config, x, positions, causal_attend(positions), (None,) * config.num_layers, taps)
 
 
 def random_view(target: ModelParams, objective, rows: int = 2, length: int = 14) -> View:
@@ -37,10 +40,8 @@ def random_view(target: ModelParams, objective, rows: int = 2, length: int = 14)
 
 def shaken(tree, seed: int = 3):
     """Every parameter moved at random, so that none that should matter is still zero."""
-    leaves, structure = jax.tree.flatten(tree)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    moved = [x + 0.2 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(structure, moved)
+    rng = np.random.default_rng(seed)  # numpy's: nothing to compile for every shape
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x) + 0.2 * rng.standard_normal(x.shape), jnp.float32), tree)
 
 
 def train(objective, target: ModelParams, view: View, steps: int, rate: float):

@@ -102,12 +102,19 @@ def trained(head: str, folder: Path, *options: str) -> tuple[Path, Path]:
 
 def features(target, tokens):
     """The target's own pass: (final norm's output, logits)."""
+
+    @jax.jit
+    def run(tree):
+        return decoded(tree, target.config, tokens)
+
+    return run(target.tree)
+
+
+def decoded(tree, config, tokens):
     positions = jnp.arange(len(tokens))[None]
-    x = decoder.embed(target.tree, target.config, jnp.asarray(tokens)[None])
-    out = decoder.decode(
-        target.tree, target.config, x, positions, causal_attend(positions), (None,) * target.config.num_layers, ()
-    )
-    return out.hidden, decoder.unembed(target.tree, target.config, out.hidden)
+    x = decoder.embed(tree, config, jnp.asarray(tokens)[None])
+    hidden = decoder.decode(tree, config, x, positions, causal_attend(positions), (None,) * config.num_layers, ()).hidden
+    return hidden, decoder.unembed(tree, config, hidden)
 
 
 def test_the_target_itself(target):
@@ -155,13 +162,14 @@ def test_a_trained_uno_adapter(target, tmp_path, capsys):
 
 def adapted_logits(target, draft, tokens, gate):
     """Of our target with its adapter on in the rows that `gate` names."""
-    positions = jnp.arange(len(tokens))[None]
-    tree = uno_model.adapted(target.tree, draft.tree, draft.config.scale, jnp.asarray(gate)[None, :, None], draft.config)
-    x = decoder.embed(target.tree, target.config, jnp.asarray(tokens)[None])
+
+    @jax.jit
+    def run(tree, adapter):
+        both = uno_model.adapted(tree, adapter, draft.config.scale, jnp.asarray(gate)[None, :, None], draft.config)
+        return decoded(both, target.config, tokens)[1]
+
     with jax.default_matmul_precision("highest"):
-        caches = (None,) * target.config.num_layers
-        out = decoder.decode(tree, target.config, x, positions, causal_attend(positions), caches, ())
-        return np.asarray(decoder.unembed(target.tree, target.config, out.hidden)[0])
+        return np.asarray(run(target.tree, draft.tree)[0])
 
 
 def in_float64(function, target, draft, *args):
