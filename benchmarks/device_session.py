@@ -15,15 +15,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
-
-from jaxspec.benchmarking.suites import PEER_ORDER, write_json
 
 LIMITS = {"tests": 200, "attention": 180, "startup": 150, "prefill": 60, "profile": 120, "lossless": 420, "bf16": 240,
           "rounds": 3600}  # fmt: skip
@@ -34,18 +31,15 @@ TAIL = {"tests": 15, "attention": 40, "prefill": 6, "rounds": 60, "lossless": 30
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A command, the file that its output goes to, and what it adds to the environment."""
+    """A command, the file that its output goes to, and what it adds to XLA's flags."""
 
     command: list[str]
     log: Path
     flags: str = ""
-    gpu: int | None = None
 
     def start(self) -> subprocess.Popen:
         """Begins it."""
         environment = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {self.flags}".strip()}
-        if self.gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = str(self.gpu)
         with self.log.open("w") as out:
             return subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT, env=environment)
 
@@ -99,7 +93,7 @@ def stage_jobs(stage: str, args: argparse.Namespace, seconds: float, rest: list[
             flags = "--xla_enable_command_buffers_during_profiling=true" if args.gpu_flags else ""
             found.append([Job([python, "benchmarks/profile_round.py", *own], out / f"{name}.log", flags)])
         return found
-    return [round_jobs(args, seconds, rest)]
+    return [[round_job(args, seconds, rest)]]
 
 
 def lossless_jobs(stage: str, args: argparse.Namespace) -> list[Job]:
@@ -128,40 +122,14 @@ def lossless_jobs(stage: str, args: argparse.Namespace) -> list[Job]:
     ]  # fmt: skip
 
 
-def round_jobs(args: argparse.Namespace, seconds: float, rest: list[str]) -> list[Job]:
-    """The peer table, a process a GPU; `gather_rounds` joins what they measure."""
-    command = [
-        sys.executable,
-        "-m",
-        "jaxspec.bench",
-        "round",
-        "--suite",
-        "peer",
-        "--target",
-        args.target,
-        "--detail",
-        "--resume",
-    ]
-    jobs = []
-    for gpu in range(args.gpus):
-        file = round_file(args, gpu)
-        if args.resume is not None:
-            shutil.copy(args.resume, file)
-        own = ["--json", str(file), "--budget", f"{seconds - 40:.0f}", "--share", str(gpu), str(args.gpus)]
-        jobs.append(Job([*command, *own, *rest], args.out / f"rounds{gpu or ''}.log", gpu=gpu if args.gpus > 1 else None))
-    return jobs
-
-
-def round_file(args: argparse.Namespace, gpu: int) -> Path:
-    """Where a GPU's rows go."""
-    return args.out / (f"h200_round{gpu}.json" if args.gpus > 1 else "h200_round.json")
-
-
-def gather_rounds(args: argparse.Namespace) -> None:
-    """One table of all GPUs' rows, in the suite's order."""
-    files = [file for file in (round_file(args, gpu) for gpu in range(args.gpus)) if file.exists()]
-    rows = {(row["name"], row["batch"], row["context"]): row for file in files for row in json.loads(file.read_text())}
-    write_json(args.out / "h200_round.json", [rows[key] for key in PEER_ORDER if key in rows])
+def round_job(args: argparse.Namespace, seconds: float, rest: list[str]) -> Job:
+    """The peer table; a table of an earlier session is gone on with."""
+    path = args.out / "h200_round.json"
+    if args.resume is not None:
+        shutil.copy(args.resume, path)
+    command = [sys.executable, "-m", "jaxspec.bench", "round", "--suite", "peer", "--target", args.target]
+    own = ["--detail", "--resume", "--json", str(path), "--budget", f"{seconds - 40:.0f}", "--gpus", str(args.gpus)]
+    return Job([*command, *own, *rest], args.out / "rounds.log")
 
 
 def main() -> int:
@@ -194,8 +162,6 @@ def main() -> int:
             for job in jobs:
                 lines = job.log.read_text(errors="replace").splitlines()
                 print("\n".join(lines[-TAIL.get(stage, 25) :]), flush=True)
-        if stage == "rounds" and args.gpus > 1:
-            gather_rounds(args)
     return failed
 
 

@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     p_round.add_argument("--resume", action="store_true", help="keep the rows that --json already holds, measure the others")
     p_round.add_argument("--share", type=int, nargs=2, default=(0, 1), metavar=("I", "N"),
                          help="of the rows only every N-th from the I-th on, counted from 0: one process a GPU")  # fmt: skip
+    p_round.add_argument("--gpus", type=int, default=1, help="a process on each of so many GPUs, which share the suite's rows")
     p_round.add_argument("--readme", type=Path, help="put the table beside SGLang's between this file's marks (with --suite)")
     p_round.add_argument("--budget", type=float, metavar="SECONDS", help="begin no round that would end later than this")
     p_round.add_argument("--page-size", type=int, default=16, help="positions per KV page (default: 16)")
@@ -146,11 +147,15 @@ def check_round(args: argparse.Namespace) -> None:
         raise ConfigError("--readme holds the table of --suite peer")
     if args.resume and args.json is None:
         raise ConfigError("--resume needs --json: the file that holds what was measured before")
+    if args.gpus < 1 or (args.gpus > 1 and (args.suite is None or args.json is None or shares > 1)):
+        raise ConfigError(f"--gpus {args.gpus}: several share the rows of --suite into --json, each with a --share of its own")
 
 
 def run_round(args: argparse.Namespace) -> int:
     """``bench round``."""
     check_round(args)
+    if args.gpus > 1:
+        return run_many(args)
     from jaxspec import loading
     from jaxspec.benchmarking import peers, report, rounds, suites
     from jaxspec.benchmarking.bandwidth import measure_bandwidth
@@ -194,6 +199,22 @@ def run_round(args: argparse.Namespace) -> int:
     if args.readme is not None:
         peers.write_readme(args.readme, [*kept, *(r.to_json() for r in results)])
     return 0 if results or not cases else 1
+
+
+def run_many(args: argparse.Namespace) -> int:
+    """``bench round --gpus``."""
+    from jaxspec.benchmarking import peers, report, shares, suites
+
+    rows, status = shares.run_shares(args.arguments, args.gpus, args.json)
+    order = {key: i for i, key in enumerate(suites.PEER_ORDER)}
+    rows.sort(key=lambda row: order.get((row["name"], row["batch"], row["context"]), len(order)))
+    save(args.json, rows)
+    print(report.table(("round", "batch", "context", "ms"), [
+        (row["name"], str(row["batch"]), str(row["context"]), f"{row['ms']:.3f}") for row in rows
+    ]))  # fmt: skip
+    if args.readme is not None:
+        peers.write_readme(args.readme, rows)
+    return status
 
 
 def prompts_for(args: argparse.Namespace, target: Any) -> list:
@@ -320,6 +341,7 @@ COMMANDS = {"round": run_round, "decode": run_decode, "prefill": run_prefill, "c
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     args = parser().parse_args(argv)
+    args.arguments = sys.argv[1:] if argv is None else argv
     return COMMANDS[args.command](args)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import bench
-from jaxspec.benchmarking import decode, shapes, suites, sweep
+from jaxspec.benchmarking import decode, shapes, shares, suites, sweep
 from jaxspec.benchmarking.bandwidth import Bandwidth, measure_bandwidth
 from jaxspec.benchmarking.parts import PARTS
 from jaxspec.benchmarking.rounds import RoundCase, RoundResult
@@ -38,6 +38,26 @@ def test_a_round_by_parts_as_json(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "floor" in shown
     assert "eagle3 3/1/4" in shown
+
+
+def test_gpus_share_a_suite(tmp_path, capfd):
+    """Two processes, each with half of the rows; what the file holds is not measured again."""
+    path = tmp_path / "round.json"
+    held = {"name": "plain", "batch": 8, "context": 8192, "ms": 1.5, "floor_ms": 1.0, "copy_tbps": 4.0, "parts": {}}
+    path.write_text(json.dumps([held]))
+    command = [
+        "round", "--suite", "peer", "--rows", "plain", "--target", "tiny", "--context", "512", "--rounds", "1", "3",
+        "--repeats", "1", "--bandwidth-bytes", "1048576", "--no-parts", "--resume", "--json", str(path), "--gpus=2",
+    ]  # fmt: skip
+    assert bench.main(command) == 0
+    rows = {(row["batch"], row["context"]): row["ms"] for row in json.loads(path.read_text())}
+    assert set(rows) == {(1, 512), (8, 512), (32, 512), (8, 8192)}
+    assert rows[8, 8192] == 1.5
+    assert list(tmp_path.glob(".*")) == []
+    capfd.readouterr()
+    with pytest.raises(ConfigError, match="--gpus 2"):
+        bench.main(["round", "--target", "tiny", "--gpus", "2"])
+    assert shares.without(["a", "--gpus", "2", "--json=x", "--readme", "y", "b"], "--gpus", "--json", "--readme") == ["a", "b"]
 
 
 def test_compare_finds_equal_tokens(tmp_path, capsys):

@@ -1,0 +1,60 @@
+"""A suite's rows shared out among several GPUs, a process each."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def without(arguments: Sequence[str], *options: str) -> list[str]:
+    """A command line without some options, which take a value each (`--x 1` or `--x=1`)."""
+    kept, skip = [], False
+    for word in arguments:
+        if not skip and not word.startswith(tuple(f"{option}=" for option in options)) and word not in options:
+            kept.append(word)
+        skip = not skip and word in options
+    return kept
+
+
+def visible(gpus: int) -> list[str]:
+    """The first GPUs of those that this process may use."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return chosen.split(",")[:gpus] if chosen else [str(i) for i in range(gpus)]
+
+
+def run_shares(arguments: Sequence[str], gpus: int, path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Runs ``python -m jaxspec.bench`` with these arguments once for each GPU, each with its share of the rows.
+
+    Args:
+      arguments: of the whole run; what belongs to it alone (`--gpus`, `--json`, `--readme`) is left out.
+      gpus: processes.
+      path: where the rows will go; each process writes beside it, beginning with what it holds under `--resume`.
+
+    Returns:
+      All rows, each once, and the worst exit status.
+    """
+    command = [sys.executable, "-m", "jaxspec.bench", *without(arguments, "--gpus", "--json", "--readme")]
+    files = [path.with_name(f".{path.stem}.gpu{i}{path.suffix}") for i in range(gpus)]
+    processes: list[subprocess.Popen] = []
+    try:
+        for i, (file, gpu) in enumerate(zip(files, visible(gpus), strict=True)):
+            if path.exists() and "--resume" in arguments:
+                shutil.copy(path, file)
+            own = ["--json", str(file), "--share", str(i), str(gpus)]
+            processes.append(subprocess.Popen([*command, *own], env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu}))
+        worst = max(abs(process.wait()) for process in processes)
+    except KeyboardInterrupt:  # what is measured is kept
+        worst = 130
+    finally:
+        for process in processes:
+            process.kill()
+    found = [row for file in files if file.exists() for row in json.loads(file.read_text())]
+    for file in files:
+        file.unlink(missing_ok=True)
+    return list({(row["name"], row["batch"], row["context"]): row for row in found}.values()), worst
