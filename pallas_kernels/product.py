@@ -1,10 +1,9 @@
-"""A product with a weight: XLA's, or a kernel's (`skinny_product`, `wide_product`) where measurements say that it is better."""
+"""A product with a weight: XLA's, or the kernel of `skinny_product` where measurements say that it is faster."""
 
 from __future__ import annotations
 
 import functools
 import math
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,43 +11,35 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import device
 from pallas_kernels.product_table import MEASURED
-from pallas_kernels.wide_table import MEASURED as MEASURED_WIDE
 
 ROWS = (1, 8, 16, 32, 64, 128)
 """Numbers of rows that were measured; a product of any other number takes what the next larger one takes."""
-WIDE = range(385, 513)
-"""Numbers of rows of `wide_product`: those with four tiles of 128 tokens, as the 512 that were measured."""
 
 
 @functools.cache
-def _kernel(wide: bool = False):
+def _kernel():
     """The kernel's module, or None where this jax is too old for it."""
     try:
-        from pallas_kernels import skinny_product, wide_product
+        from pallas_kernels import skinny_product
     except ImportError:
         return None
-    if not skinny_product.AVAILABLE:
-        return None
-    return wide_product if wide else skinny_product
+    return skinny_product if skinny_product.AVAILABLE else None
 
 
 def measured_tiling(x: Array, w: Array):
     """The kernel's tiling for x [*R, I] @ w [I, O] on the default device; None: XLA."""
     rows = math.prod(x.shape[:-1])
-    wide = rows in WIDE
-    measured = WIDE[-1] if wide else next((r for r in ROWS if 0 < rows <= r), None)
-    entry = (MEASURED_WIDE if wide else MEASURED).get((device.capability(), measured, *w.shape))
-    kernel = _kernel(wide)
-    if entry is None or kernel is None or not kernel.serves(x, w):
+    measured = next((r for r in ROWS if 0 < rows <= r), None)
+    entry = MEASURED.get((device.capability(), measured, *w.shape))
+    if entry is None or _kernel() is None or not _kernel().serves(x, w):
         return None
-    tiling = kernel.Tiling(*entry)
+    tiling = _kernel().Tiling(*entry)
     return tiling if tiling.fits(rows, *w.shape) else None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 def _parts(x, w, tiling, dtype, gated):
-    kernel = sys.modules[type(tiling).__module__]
-    return kernel.partial_products(x, w, tiling, dtype=dtype, gated=gated)
+    return _kernel().partial_products(x, w, tiling, dtype=dtype, gated=gated)
 
 
 @_parts.defjvp

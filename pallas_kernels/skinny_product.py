@@ -110,7 +110,7 @@ def available() -> bool:
     return AVAILABLE and device.capability() == 9.0
 
 
-def tiled(size: int, dtype):
+def _tiled(size: int, dtype):
     """How a block [n, size] lies in shared memory: tiles of eight rows by one span of the swizzle."""
     bits = jnp.dtype(dtype).itemsize * 8
     span = plgpu.find_swizzle(size * bits)
@@ -271,9 +271,9 @@ def partial_products(
         num_threads=tiling.consumers + 1,
         thread_name="wg",
         scratch_types=(
-            plgpu.SMEM((stages, tokens, tiling.depth), x.dtype, transforms=tiled(tiling.depth, x.dtype)),
-            plgpu.SMEM((stages, fold, tiling.depth, wide), w.dtype, transforms=tiled(wide, w.dtype)),
-            plgpu.SMEM((tiling.consumers, tiling.places(tokens, gated), chunk, UNIT), dtype, transforms=tiled(UNIT, dtype)),
+            plgpu.SMEM((stages, tokens, tiling.depth), x.dtype, transforms=_tiled(tiling.depth, x.dtype)),
+            plgpu.SMEM((stages, fold, tiling.depth, wide), w.dtype, transforms=_tiled(wide, w.dtype)),
+            plgpu.SMEM((tiling.consumers, tiling.places(tokens, gated), chunk, UNIT), dtype, transforms=_tiled(UNIT, dtype)),
             plgpu.Barrier(num_barriers=stages, num_arrivals=3 if gated else 2),
             plgpu.ClusterBarrier(collective_axes=("peer",), **ring) if tiling.cluster > 1 else plgpu.Barrier(**ring),
         ),
