@@ -16,9 +16,10 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
+
+from kernels.watch import Watch
 
 SETTINGS: dict[str, str] = {
     "default": "",
@@ -32,45 +33,6 @@ SETTINGS: dict[str, str] = {
 }
 """Name → what it adds to XLA_FLAGS. The last one takes minutes to compile."""
 BURST, LONG = (2, 6), (4, 36)
-QUERY = "clocks.sm,power.draw,clocks_event_reasons.active"
-
-
-class Watch:
-    """The chip's clock, power and reasons for a low clock, while a block runs; nothing without nvidia-smi."""
-
-    def __enter__(self) -> Watch:
-        self.seen: list[list[str]] = []
-        try:
-            command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", "-lms", "50"]
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        except OSError:
-            self.process = None
-            return self
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-        time.sleep(0.3)
-        return self
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self.seen.append([field.strip() for field in line.split(",")])
-
-    def __exit__(self, *_) -> None:
-        if self.process is not None:
-            self.process.terminate()
-            self.reader.join(2)
-
-    def summary(self) -> dict:
-        """Extremes of what was seen."""
-        rows = [row for row in self.seen if len(row) == 3 and row[0].isdigit()]
-        if not rows:
-            return {}
-        return {
-            "lowest_sm_mhz": min(int(row[0]) for row in rows),
-            "highest_sm_mhz": max(int(row[0]) for row in rows),
-            "highest_watts": max(float(row[1]) for row in rows),
-            "reasons": sorted({row[2] for row in rows}),
-        }
 
 
 def per_round(runner, few: int, many: int, repeats: int) -> list[float]:
