@@ -57,7 +57,13 @@ def test_greedy_output_equals_plain_decoding(name, reference):
 
 
 @pytest.mark.parametrize(
-    ("case", "chunk"), [({}, 5), ({"algorithm": "ngram"}, None), ({"draft": "small"}, None), ({"draft": "small"}, 5)]
+    ("case", "chunk"),
+    [
+        ({}, 5),
+        ({"algorithm": "ngram"}, None),
+        ({"draft": "small"}, 5),
+        pytest.param({"draft": "small"}, None, marks=pytest.mark.slow),
+    ],
 )
 def test_a_first_chunk_attended_to_by_a_library_changes_no_answer(case, chunk, reference):
     prompts, expected = reference

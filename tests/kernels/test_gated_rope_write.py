@@ -25,13 +25,15 @@ def case(B, T, K, G, D, dtype, rank=32, parts=1, pool_dtype=None):
     return y, b.astype(dtype), gate, cos, sin, k_pages, v_pages, page, slot, blocks
 
 
-@pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "dtype", "parts", "pool_dtype"),
+    ("shape", "dtype", "parts", "pool_dtype", "by_head"),
     [
-        ((1, 8, 2, 4, 64), jnp.bfloat16, 1, None),
-        ((3, 7, 2, 3, 32), jnp.bfloat16, 2, jnp.float32),
-        ((2, 1, 1, 1, 128), jnp.float32, 3, None),
+        ((1, 8, 2, 4, 64), jnp.bfloat16, 1, None, True),
+        ((3, 7, 2, 3, 32), jnp.bfloat16, 2, jnp.float32, False),
+        ((3, 7, 2, 3, 32), jnp.bfloat16, 2, jnp.float32, True),
+        ((2, 1, 1, 1, 128), jnp.float32, 3, None, False),
+        pytest.param((1, 8, 2, 4, 64), jnp.bfloat16, 1, None, False, marks=pytest.mark.slow),
+        pytest.param((2, 1, 1, 1, 128), jnp.float32, 3, None, True, marks=pytest.mark.slow),
     ],
 )
 def test_it_does_what_the_two_kernels_do(shape, dtype, parts, pool_dtype, by_head):
