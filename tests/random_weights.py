@@ -20,10 +20,14 @@ def drawn_by_numpy(init):
     def run(shapes, key, *args, **options):
         if isinstance(key, jax.core.Tracer):
             return init(shapes, key, *args, **options)
+
+        def normal(seed, shape):
+            return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
         seeds = np.random.SeedSequence(np.asarray(jax.random.key_data(key)).tolist())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jax.random, "split", lambda _, n: seeds.spawn(n))
-            patch.setattr(jax.random, "normal", lambda seed, shape: np.random.default_rng(seed).standard_normal(shape, np.float32))
+            patch.setattr(jax.random, "normal", normal)
             return jax.tree.map(jnp.asarray, init(shapes, key, *args, **options))
 
     return run

@@ -323,10 +323,9 @@ def test_a_pool_that_does_not_fit_says_what_to_lower(monkeypatch):
 
 def test_a_chain_of_another_length_warns():
     with pytest.warns(UserWarning, match="num_draft_tokens=9 with topk=1"):
-        result = jaxspec.generate(
-            tiny.target(), "HI", draft=tiny.small_draft(), num_steps=2, topk=1, num_draft_tokens=9, max_new_tokens=4
-        )
-    assert result.stats.num_draft_tokens == 3
+        options = {"draft": tiny.small_draft(), "num_steps": 2, "topk": 1, "num_draft_tokens": 9, "max_new_tokens": 4}
+        session, *_ = generation.prepare(tiny.target(), "HI", {**jaxspec.generate.__kwdefaults__, **options})
+    assert session.program.drafter.num_draft_tokens == 3
 
 
 def test_allocator_refuses_more_than_there_is():

@@ -67,7 +67,7 @@ def tiny_vocabulary():
     return with_mtp(small, mtp_config(small.config, "mimo", 1))
 
 
-@pytest.mark.parametrize("tree", ["tree", "rejection"])
+@pytest.mark.parametrize("tree", [pytest.param("tree", marks=pytest.mark.slow), "rejection"])
 def test_sampled_answers_have_the_targets_distribution(tree):
     spec = SpecConfig(2, 2, 5) if tree == "tree" else SpecConfig(2, 1, 3, use_rejection_sampling=True)
     p, _ = fit(tiny_vocabulary(), 1500, 2.0, spec=spec)

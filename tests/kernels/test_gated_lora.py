@@ -13,8 +13,14 @@ from pallas_kernels import gated_lora as kernels
 from tests.kernels.attention_cases import pretend_h200
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("shape", "parts"), [((1, 8), (1, 1)), ((3, 7), (2, 4)), ((1, 1), (4, 2))])
+def with_both_types(*cases):
+    """Every case in one of the two types by turns; in the other one, too, where slow tests run."""
+    types = (jnp.float32, jnp.bfloat16)
+    slow = [pytest.mark.slow]
+    return [pytest.param(*c, t, marks=[] if i % 2 == j else slow) for i, c in enumerate(cases) for j, t in enumerate(types)]
+
+
+@pytest.mark.parametrize(("shape", "parts", "dtype"), with_both_types(((1, 8), (1, 1)), ((3, 7), (2, 4)), ((1, 1), (4, 2))))
 def test_the_kernel_does_what_the_formula_says(dtype, shape, parts):
     keys = jax.random.split(jax.random.key(0), 4)
     y = jax.random.normal(keys[0], (parts[0], *shape, 128))
@@ -32,8 +38,9 @@ def test_the_kernel_does_what_the_formula_says(dtype, shape, parts):
     np.testing.assert_array_equal(np.asarray(found, np.float32)[closed], np.asarray(own, np.float32)[closed])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("shape", "parts", "silu"), [((1, 8), 1, True), ((3, 7), 2, False), ((1, 5), 3, True)])
+@pytest.mark.parametrize(
+    ("shape", "parts", "silu", "dtype"), with_both_types(((1, 8), 1, True), ((1, 5), 3, True), ((3, 7), 2, False))
+)
 def test_both_products_in_one_array_and_an_activation(dtype, shape, parts, silu):
     """x @ a behind x @ w; gates and values by blocks of b; closed rows and b = 0 change no bit."""
     keys = jax.random.split(jax.random.key(3), 3)

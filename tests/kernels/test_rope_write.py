@@ -23,17 +23,20 @@ def arguments(B, T, K, G, D, dtype, pool_dtype, seed=0):
     return heads, jnp.cos(angles), jnp.sin(angles), k_pages, v_pages, page, slot
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "pool_dtype"),
-    [
-        ((1, 1, 2, 4, 64), jnp.float32, jnp.float32),
-        ((2, 5, 3, 3, 32), jnp.bfloat16, jnp.bfloat16),
-        ((1, 7, 1, 1, 128), jnp.bfloat16, jnp.float32),
-        ((3, 2, 2, 8, 256), jnp.float32, jnp.bfloat16),
-    ],
-)
-@pytest.mark.parametrize(("by_head", "parts"), [(False, 1), (True, 2)])
-def test_the_kernel_does_what_rope_and_write_do(shape, dtype, pool_dtype, by_head, parts):
+CASES = [
+    ((1, 1, 2, 4, 64), jnp.float32, jnp.float32),
+    ((2, 5, 3, 3, 32), jnp.bfloat16, jnp.bfloat16),
+    ((1, 7, 1, 1, 128), jnp.bfloat16, jnp.float32),
+    ((3, 2, 2, 8, 256), jnp.float32, jnp.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "pool_dtype", "by_head"), [
+    pytest.param(*case, by_head, marks=[pytest.mark.slow] if by_head != by_default else [])
+    for case, by_default in zip(CASES, (False, True, True, False), strict=True) for by_head in (False, True)
+])  # fmt: skip
+def test_the_kernel_does_what_rope_and_write_do(shape, dtype, pool_dtype, by_head):
+    parts = 2 if by_head else 1
     heads, cos, sin, k_pages, v_pages, page, slot = arguments(*shape, dtype, pool_dtype)
     B, T, K, G, D = shape
     page = page.at[0, 0].set(k_pages.shape[0])  # an entry that belongs to no page

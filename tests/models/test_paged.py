@@ -81,7 +81,7 @@ def test_a_row_beside_nothing_is_the_row_alone(on_a_gpu, visible):
         np.testing.assert_allclose(found.v[1:], wanted.v[1:], atol=2e-6)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_rope_and_write_in_one_kernel_change_nothing(on_a_gpu, monkeypatch, parts):
     apart = run(batch=2, T=3)
     calls = on_a_gpu()

@@ -118,8 +118,10 @@ def test_loss_equals_numpy(module, options):
     np.testing.assert_allclose(metrics["accept"], accept, atol=1e-6)
 
 
-@pytest.mark.parametrize("module", [dflash, dspark])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("module, tied", [
+    (dflash, True), pytest.param(dflash, False, marks=pytest.mark.slow),
+    (dspark, False), pytest.param(dspark, True, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_candidates_stand_for_all_tokens(module, tied):
     """With sampled candidates the loss is that of all tokens on average, and no label is lost."""
     model = target(tie_embeddings=tied)
