@@ -145,6 +145,10 @@ def check_round(args: argparse.Namespace) -> None:
         raise ConfigError(f"--share {share} {shares}: I counts from 0 and must be below N")
     if args.readme is not None and args.suite is None:
         raise ConfigError("--readme holds the table of --suite peer")
+    if args.readme is not None:  # before hours of measuring, not after
+        from jaxspec.benchmarking import peers, suites
+
+        suites.check_marks(args.readme, peers.BEGIN, peers.END)
     if args.resume and args.json is None:
         raise ConfigError("--resume needs --json: the file that holds what was measured before")
     if args.gpus < 1 or (args.gpus > 1 and (args.suite is None or args.json is None or shares > 1)):

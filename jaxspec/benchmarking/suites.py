@@ -113,16 +113,21 @@ def replace_text(path: str | Path, text: str) -> None:
     os.replace(fresh, path)
 
 
-def replace_between(path: Path, begin: str, end: str, text: str) -> None:
-    """Puts text between two marks of a file, in one step.
+def check_marks(path: Path, begin: str, end: str) -> re.Pattern:
+    """What finds the text between two marks of a file, marks included.
 
-    Raises ConfigError when the file does not have both marks once.
+    Raises ConfigError when there is no such file, or when it does not have both marks once.
     """
-    whole = path.read_text()
     marked = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.S)
-    if len(marked.findall(whole)) != 1:
-        raise ConfigError(f"{path}: the table belongs between the lines {begin} and {end}, once")
-    replace_text(path, marked.sub(lambda _: f"{begin}\n{text}\n{end}", whole))
+    if not path.is_file() or len(marked.findall(path.read_text())) != 1:
+        raise ConfigError(f"{path}: the table belongs into a file that exists, between the lines {begin} and {end}, once")
+    return marked
+
+
+def replace_between(path: Path, begin: str, end: str, text: str) -> None:
+    """Puts text between two marks of a file, in one step. Raises as `check_marks` does."""
+    marked = check_marks(path, begin, end)
+    replace_text(path, marked.sub(lambda _: f"{begin}\n{text}\n{end}", path.read_text()))
 
 
 def write_json(path: str | Path, rows: Sequence[dict]) -> None:
