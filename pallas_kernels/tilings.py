@@ -110,12 +110,16 @@ MOST_PEERS = 2
 40.4): half of the multiprocessors read, and heads that share a page no longer read it together."""
 
 
-def few_programs(problem: Problem) -> bool:
-    """Whether so few programs work on a short table that Triton's of few rows are ahead of Mosaic's.
+def prefers_triton(problem: Problem) -> bool:
+    """Whether Triton's products of 16 rows are ahead of Mosaic's of 64, where both serve.
 
-    512 slots, eight heads: 16 tokens 7.1 us against Mosaic's 9.0, 64 tokens 10.7 against 9.2.
+    On short tables for few programs (512 slots, eight heads: 16 tokens 7.1 us against Mosaic's 9.0, 64 tokens 10.7 against
+    9.2) and for at most 16 rows; on long tables for 16 rows, too, while Mosaic would have to merge splits (8k: 15.0 us against
+    15.9 for one token; 8k x 8, where it has not to: 71.6 against 69.4).
     """
-    return problem.groups * -(-problem.rows // 64) <= MULTIPROCESSORS // 8
+    if problem.rows > 16:
+        return problem.short and problem.groups * -(-problem.rows // 64) <= MULTIPROCESSORS // 8
+    return problem.short or mosaic_tiling(problem).splits > 1
 
 
 def mosaic_tiling(problem: Problem) -> Tiling:

@@ -42,16 +42,14 @@ def _problem(q: Array, k_pages: Array, v_pages: Array, num_slots: int) -> Proble
 def choose_backend(q: Array, k_pages: Array, v_pages: Array, num_slots: int, capability: float | None) -> Backend:
     """The back end for a case, by chip, rows and slots of the table (`benchmarks/kernels/README.md`).
 
-    On Hopper Mosaic serves where its products of 64 rows are filled; with few rows, or where the programs are few,
-    Triton's products of 16 rows are ahead. No other chip has Mosaic's wgmma.
+    On Hopper Mosaic serves unless Triton's products of 16 rows are ahead (`tilings.prefers_triton`). No other chip has its
+    wgmma.
     """
     if capability is None:
         return "reference"
     triton = capability >= 8.0 and tree_attention_triton.serves(q, k_pages, v_pages)
     if 9.0 <= capability < 10.0 and _mosaic() is not None and _mosaic().serves(q, k_pages, v_pages):
-        problem = _problem(q, k_pages, v_pages, num_slots)
-        few = problem.short and tilings.few_programs(problem)
-        return "triton" if triton and (problem.rows <= 16 or few) else "mosaic"
+        return "triton" if triton and tilings.prefers_triton(_problem(q, k_pages, v_pages, num_slots)) else "mosaic"
     if triton:
         return "triton"
     _warn_fallback(

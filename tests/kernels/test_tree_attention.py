@@ -190,6 +190,9 @@ def test_choice_of_backend():
     for T, slots, want in ((1, 512, "triton"), (1, long, "triton"), (8, 512, "triton"), (9, long, hopper), (600, 512, hopper)):
         B = 8  # with two kv heads
         assert entry.choose_backend(*shapes(128, 128, B=B, T=T), slots, 9.0) == want, (T, slots)
+    for T, B, slots, want in ((1, 8, 8256, hopper), (1, 1, 8256, "triton"), (16, 1, 640, "triton"), (64, 1, 640, hopper)):
+        q, pool = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((B, T, 32, 128), (4, 16, 8, 128)))
+        assert entry.choose_backend(q, pool, pool, slots, 9.0) == want, (T, B, slots)
     assert entry.choose_backend(*shapes(192, 128, T=16), long, 9.0) == hopper
     assert entry.choose_backend(*shapes(128, 128, T=16), long, 8.6) == "triton"
     assert entry.choose_backend(*shapes(128, 128, T=16), long, 10.0) == "triton"
