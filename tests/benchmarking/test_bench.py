@@ -51,7 +51,7 @@ def test_gpus_share_a_suite(tmp_path, capfd):
     ]  # fmt: skip
     assert bench.main(command) == 0
     rows = {(row["batch"], row["context"]): row["ms"] for row in json.loads(path.read_text())}
-    assert set(rows) == {(1, 512), (8, 512), (32, 512), (8, 8192)}
+    assert set(rows) == {(1, 512), (4, 512), (8, 512), (32, 512), (8, 8192)}
     assert rows[8, 8192] == 1.5
     assert list(tmp_path.glob(".*")) == []
     capfd.readouterr()
@@ -139,7 +139,7 @@ def test_the_peer_suite_holds_the_rows_of_the_table():
     cases = [c.case for c in suites.peer_suite()]
     assert {c.name for c in cases} == set(suites.PEER_ROWS)
     assert len({(c.name, c.batch, c.context) for c in cases}) == len(cases)
-    assert {(c.batch, c.context) for c in cases if c.name == "plain"} == {(1, 512), (8, 512), (32, 512), (1, 8192), (8, 8192)}
+    assert {(c.batch, c.context) for c in cases if c.name == "plain"} == {(1, 512), (4, 512), (8, 512), (32, 512), (1, 8192), (8, 8192)}
     with pytest.raises(ConfigError, match="rows: plain"):
         suites.peer_suite(["eagle3"])
 
