@@ -139,7 +139,8 @@ def test_the_peer_suite_holds_the_rows_of_the_table():
     cases = [c.case for c in suites.peer_suite()]
     assert {c.name for c in cases} == set(suites.PEER_ROWS)
     assert len({(c.name, c.batch, c.context) for c in cases}) == len(cases)
-    assert {(c.batch, c.context) for c in cases if c.name == "plain"} == {(1, 512), (4, 512), (8, 512), (32, 512), (1, 8192), (8, 8192)}
+    plain = {(c.batch, c.context) for c in cases if c.name == "plain"}
+    assert plain == {(1, 512), (4, 512), (8, 512), (32, 512), (1, 8192), (8, 8192)}
     with pytest.raises(ConfigError, match="rows: plain"):
         suites.peer_suite(["eagle3"])
 
