@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 from pathlib import Path
@@ -21,6 +22,7 @@ from jaxspec.training.data import Data
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
+target = functools.partial(tiny.target, layers=1)
 
 
 def script():
@@ -56,8 +58,7 @@ def test_every_batch_has_all_temperatures_and_the_same_size():
 
 
 def with_drafts(**drafts) -> jaxspec.ModelParams:
-    target = tiny.target()
-    return jaxspec.ModelParams(target.tree, target.config, target.tokenizer, drafts)
+    return jaxspec.ModelParams(target().tree, target().config, target().tokenizer, drafts)
 
 
 SAME = Row("same", 3, 1, 4)
@@ -68,7 +69,7 @@ SETTINGS = Settings(timed_temperatures=(0.0,), new_tokens=12, batch=4, timed=1, 
 @pytest.fixture(scope="module")
 def figures():
     """The target as its own draft."""
-    params = with_drafts(same=tiny.target())
+    params = with_drafts(same=target())
     lines: list[str] = []
     rows = [Row.parse("same 3/1/4"), Row.parse("nobody 3/1/4")]
     return accept.Group(params, rows, SETS, SETTINGS, lines.append).measure(), lines
@@ -100,7 +101,7 @@ def test_a_row_that_fails_costs_only_itself(figures):
 def test_a_group_gives_what_generate_gives(figures):
     """Neither the neighbours of a batch nor the room of its rows change an answer; sampled rows follow their seeds."""
     found, _ = figures
-    params = with_drafts(same=tiny.target())
+    params = with_drafts(same=target())
     for temperature in (0.0, 1.0):
         results = [
             jaxspec.generate(
@@ -115,7 +116,7 @@ def test_a_group_gives_what_generate_gives(figures):
 
 
 def test_without_batches_the_timed_answers_count():
-    params = with_drafts(same=tiny.target())
+    params = with_drafts(same=target())
     settings = dataclasses.replace(SETTINGS, prompts=0, temperatures=(0.0,))
     found = accept.Group(params, [SAME], SETS, settings, lambda _: None).measure()
     assert found[SAME, "b", 0.0]["accept_length"] == pytest.approx(11 / 3)
@@ -123,7 +124,7 @@ def test_without_batches_the_timed_answers_count():
 
 
 def test_stopped_early_all_sets_have_been_timed_alike():
-    params, saved = with_drafts(same=tiny.target()), []
+    params, saved = with_drafts(same=target()), []
     settings = dataclasses.replace(SETTINGS, prompts=0, timed=2, repeats=1, temperatures=(0.0,))
     group = accept.Group(params, [SAME], SETS, settings, lambda _: None)
     assert [(r.set, r.index) for r in group.timed] == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]

@@ -79,9 +79,9 @@ def p_of(spec: dict, top_k: int | None = None) -> float:
 SAMPLED = {
     "tree": ({"num_steps": 2, "topk": 3, "num_draft_tokens": 6}, None),
     "rejection, top_k": ({"num_draft_tokens": 3, "use_rejection_sampling": True}, 4),
-    "block": ({"num_draft_tokens": 3, "use_block_verification": True}, None),
 }
 SAMPLED_SLOW = {
+    "block": ({"num_draft_tokens": 3, "use_block_verification": True}, None),
     "greedy chain": ({"num_draft_tokens": 2}, None),
     "rejection": ({"num_draft_tokens": 2, "use_rejection_sampling": True}, None),
 }

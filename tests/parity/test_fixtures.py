@@ -16,9 +16,9 @@ FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 CASES = sorted(path.parent.name for path in FIXTURES.glob("*/case.json"))
 # Long, and of a kind of which a shorter case stays; CI runs check_fixtures.py over all of them.
 LONG = {
-    "draft_dflash_sliding_symmetric", "draft_eagle2_llama", "draft_eagle31_sglang", "draft_eagle3_sglang",
-    "draft_eagle3_speculators", "draft_peagle", "draft_uno_qwen3", "e2e_dflash2", "e2e_eagle2", "mtp_deepseek_v3", "mtp_mimo",
-    "tree_eagle2", "verify_distributions",
+    "draft_dflash_sliding_symmetric", "draft_dspark_rnn", "draft_eagle2_llama", "draft_eagle31_sglang", "draft_eagle3_sglang",
+    "draft_eagle3_own_embed", "draft_eagle3_speculators", "draft_peagle", "draft_uno_qwen3", "e2e_dflash2", "e2e_eagle2",
+    "mtp_deepseek_v3", "mtp_mimo", "tree_eagle2", "verify_distributions",
 }  # fmt: skip
 
 
