@@ -40,8 +40,9 @@ def check(variant: str, tree: str, page_size: int, batch: int, chunk: int | None
     for answer, expected in zip(answers, plain(), strict=False):
         assert answer.tokens == expected
         assert answer.stats.algorithm == draft.config.algorithm
-        if "min_draft_survival" in spec:
-            assert answer.stats.proposed < answer.stats.rounds * draft.config.num_drafts
+    if "min_draft_survival" in spec:
+        all_of_them = sum(answer.stats.rounds for answer in answers) * draft.config.num_drafts
+        assert sum(answer.stats.proposed for answer in answers) < all_of_them
     return sum(answer.stats.accept_length for answer in answers) / batch
 
 
