@@ -18,10 +18,6 @@ gc.set_threshold(200_000, 50, 50)
 if importlib.util.find_spec("beartype"):  # a GPU machine may lack it
     install_import_hook(CHECKED, "beartype.beartype")
 
-from tests import random_weights  # noqa: E402  behind the hook
-
-random_weights.install()
-
 
 @pytest.fixture(autouse=True, scope="module")
 def drop_compiled_programs():

@@ -93,8 +93,9 @@ def test_the_demo_model_comes_with_its_heads(heads, monkeypatch):
     assert reads == [f"{NAME}-eagle3"], "only the head that is used is read, once"
     assert result.tokens == plain.tokens and result.stats.algorithm == "EAGLE3" and result.stats.accept_length > 1
     assert "parameters, float32" in repr(params.drafts["eagle3"])
-    again = generate(params, algorithm="standalone")  # a model instead of a head; "eagle" is chosen below
-    assert again.tokens == plain.tokens and again.stats.algorithm == "STANDALONE"
+    for name in ("eagle", "standalone"):
+        again = generate(params, algorithm=name)
+        assert again.tokens == plain.tokens and again.stats.algorithm == name.upper()
 
 
 def test_heads_are_leaves_of_the_model(heads):

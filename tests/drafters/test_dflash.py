@@ -270,7 +270,6 @@ def test_caches_are_updated_in_place():
     assert_caches_are_updated_in_place(session)
 
 
-@pytest.mark.slow  # test_round has the same for the drafters without a head, test_mtp for one with
 def test_one_program_for_each_batch_and_tree(monkeypatch):
     counted = jax.jit(chex.assert_max_traces(run_rounds.__wrapped__, n=1), static_argnames="program", donate_argnames="state")
     chex.clear_trace_counter()

@@ -40,9 +40,8 @@ def check(variant: str, tree: str, page_size: int, batch: int, chunk: int | None
     for answer, expected in zip(answers, plain(), strict=False):
         assert answer.tokens == expected
         assert answer.stats.algorithm == draft.config.algorithm
-    if "min_draft_survival" in spec:
-        all_of_them = sum(answer.stats.rounds for answer in answers) * draft.config.num_drafts
-        assert sum(answer.stats.proposed for answer in answers) < all_of_them
+        if "min_draft_survival" in spec:
+            assert answer.stats.proposed < answer.stats.rounds * draft.config.num_drafts
     return sum(answer.stats.accept_length for answer in answers) / batch
 
 
@@ -77,10 +76,10 @@ def test_greedy_answers_equal_plain_decoding_in_every_combination(variant):
 
 
 def p_of(variant: str, **spec) -> float:
-    p, answers = fit(target(), 1500, 3.0, draft=random_draft(variant), spec=SpecConfig(**spec))
+    p, answers = fit(target(), 2000, 3.0, draft=random_draft(variant), spec=SpecConfig(**spec))
     if "min_draft_survival" in spec:
         share = np.mean([answer.stats.proposed / answer.stats.rounds for answer in answers]) / spec["num_steps"]
-        assert 0.1 < share < 0.9
+        assert 0.2 < share < 0.9
     return p
 
 

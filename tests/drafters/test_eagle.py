@@ -157,17 +157,19 @@ def test_token_maps_are_read_from_torch_files(tmp_path):
     assert load_token_map(tmp_path / "list.pt") == load_token_map(tmp_path / "tensor.pt") == (5, 0, 9)
 
 
-def test_a_window_hides_what_lies_behind_it_and_a_sink_extends_it():
+def test_a_wide_window_changes_nothing_and_a_sink_extends_a_narrow_one():
     target, head = tiny_target(), random_head("eagle3")
     spec = SpecConfig(num_steps=3, topk=3, num_draft_tokens=10)
     ids = prompts(24, (19, 30))
     trees = {}
     for name, over in {
         "none": {},
+        "wide": {"draft_window_size": 64},
         "narrow": {"draft_window_size": 4},
         "sink": {"draft_window_size": 4, "draft_sink_size": 26},
     }.items():
         trees[name], _ = proposed(target, head, dataclasses.replace(spec, **over), ids)
+    np.testing.assert_array_equal(trees["wide"].tokens, trees["none"].tokens)
     assert (trees["narrow"].tokens != trees["none"].tokens).any()
     # The sink and the window together cover all of the first prompt and its tree, not of the second.
     np.testing.assert_array_equal(trees["sink"].tokens[0], trees["none"].tokens[0])
@@ -215,7 +217,6 @@ def test_caches_are_updated_in_place():
     assert_caches_are_updated_in_place(session)
 
 
-@pytest.mark.slow  # test_round has the same for the drafters without a head, test_mtp for one with
 def test_one_program_for_each_batch_and_tree(monkeypatch):
     counted = jax.jit(chex.assert_max_traces(run_rounds.__wrapped__, n=1), static_argnames="program", donate_argnames="state")
     chex.clear_trace_counter()

@@ -119,7 +119,7 @@ def test_the_exact_token_is_the_one_that_plain_sampling_draws():
     assert len({tuple(a.tokens) for a in got}) > 8
 
 
-@pytest.mark.parametrize("tree", [pytest.param({}, marks=pytest.mark.slow), {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}])
+@pytest.mark.parametrize("tree", [{}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}])
 def test_bias_and_least_length_pass_the_one_pipeline(tree):
     model = dataclasses.replace(target().config, stop_token_ids=(3,))
     model, asked = ModelParams(target().tree, model), prompts(VOCAB, (5, 9))

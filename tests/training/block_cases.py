@@ -40,8 +40,10 @@ def random_view(target: ModelParams, objective, rows: int = 2, length: int = 14)
 
 def shaken(tree, seed: int = 3):
     """Every parameter moved at random, so that none that should matter is still zero."""
-    rng = np.random.default_rng(seed)  # numpy's: nothing to compile for every shape
-    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x) + 0.2 * rng.standard_normal(x.shape), jnp.float32), tree)
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    moved = [x + 0.2 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(structure, moved)
 
 
 def train(objective, target: ModelParams, view: View, steps: int, rate: float):

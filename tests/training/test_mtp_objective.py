@@ -109,7 +109,7 @@ def test_the_loss_falls_and_the_layer_loses_nothing():
     target = tiny.target()
     objective, params = made(target, passes=2)
     view = view_of(target, objective, rows=4, length=24)
-    params, losses = descend(objective, params, view, rate=0.3, steps=50)
+    params, losses = descend(objective, params, view, rate=0.3)
     assert losses[-1] < losses[0] - 0.3
     assert_loses_nothing(target, DraftParams(params, objective.config), "NEXTN")
 
