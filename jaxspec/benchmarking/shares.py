@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.config import ConfigError
+
 
 def without(arguments: Sequence[str], *options: str) -> list[str]:
     """A command line without some options, which take a value each (`--x 1` or `--x=1`)."""
@@ -23,9 +25,12 @@ def without(arguments: Sequence[str], *options: str) -> list[str]:
 
 
 def visible(gpus: int) -> list[str]:
-    """The first GPUs of those that this process may use."""
+    """The first GPUs of those that this process may use. Raises ConfigError where it may use fewer."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return chosen.split(",")[:gpus] if chosen else [str(i) for i in range(gpus)]
+    found = chosen.split(",") if chosen else [str(i) for i in range(gpus)]
+    if len(found) < gpus:
+        raise ConfigError(f"--gpus {gpus}: CUDA_VISIBLE_DEVICES={chosen} names {len(found)}")
+    return found[:gpus]
 
 
 def run_shares(arguments: Sequence[str], gpus: int, path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -47,7 +52,9 @@ def run_shares(arguments: Sequence[str], gpus: int, path: Path) -> tuple[list[di
             if path.exists() and "--resume" in arguments:
                 shutil.copy(path, file)
             own = ["--json", str(file), "--share", str(i), str(gpus)]
-            processes.append(subprocess.Popen([*command, *own], env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu}))
+            # Without the platform's name JAX would go on on the CPU where there is no such GPU.
+            environment = {"JAX_PLATFORMS": "cuda", **os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+            processes.append(subprocess.Popen([*command, *own], env=environment))
         worst = max(abs(process.wait()) for process in processes)
     except KeyboardInterrupt:  # what is measured is kept
         worst = 130

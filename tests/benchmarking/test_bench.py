@@ -40,7 +40,7 @@ def test_a_round_by_parts_as_json(tmp_path, capsys):
     assert "eagle3 3/1/4" in shown
 
 
-def test_gpus_share_a_suite(tmp_path, capfd):
+def test_gpus_share_a_suite(tmp_path, capfd, monkeypatch):
     """Two processes, each with half of the rows; what the file holds is not measured again."""
     path = tmp_path / "round.json"
     held = {"name": "plain", "batch": 8, "context": 8192, "ms": 1.5, "floor_ms": 1.0, "copy_tbps": 4.0, "parts": {}}
@@ -49,6 +49,11 @@ def test_gpus_share_a_suite(tmp_path, capfd):
         "round", "--suite", "peer", "--rows", "plain", "--target", "tiny", "--context", "512", "--rounds", "1", "3",
         "--repeats", "1", "--bandwidth-bytes", "1048576", "--no-parts", "--resume", "--json", str(path), "--gpus=2",
     ]  # fmt: skip
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=3 names 1"):
+        bench.main(command)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # where there is no GPU, the processes would say so
     assert bench.main(command) == 0
     rows = {(row["batch"], row["context"]): row["ms"] for row in json.loads(path.read_text())}
     assert set(rows) == {(1, 512), (4, 512), (8, 512), (32, 512), (8, 8192)}

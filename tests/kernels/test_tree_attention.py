@@ -1,10 +1,6 @@
 """The attention contract: kernels interpreted on the CPU against the float32 reference, and the choice of a back end."""
 
 import importlib
-import json
-import pathlib
-import subprocess
-import sys
 import warnings
 
 import jax
@@ -20,7 +16,6 @@ entry = importlib.import_module("pallas_kernels.tree_attention")  # the name in 
 MOSAIC = entry._mosaic()
 needs_mosaic = pytest.mark.skipif(MOSAIC is None, reason="the Mosaic GPU kernel needs jax >= 0.11")
 SMALL = Tiling(split=64, block=32, rows=16)
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def run(arguments, options, **more):
@@ -103,32 +98,41 @@ MOSAIC_CASES = (
 )
 
 
-@needs_mosaic
-@pytest.mark.parametrize("case", MOSAIC_CASES, ids=lambda c: c.name)
-def test_mosaic(case, capfd):
+def check_mosaic(case, tiling, capfd):
+    """Interpreted, in float32's neighbourhood, without a race."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     arguments, options = build(case, jnp.bfloat16)
     want = run(in_float32(arguments), options, backend="reference")
-    got = tree_attention(
-        *arguments, **options, backend="mosaic", tiling=Tiling(0, 64, rows=128, num_stages=2, splits=1 if case.T > 16 else 2),
-        interpret=plgpu.InterpretGPUParams(detect_races=True),
-    )  # fmt: skip
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    got = tree_attention(*arguments, **options, backend="mosaic", tiling=tiling, interpret=interpret)
     assert row_error(got, want) <= TOLERANCE["bfloat16"]
     assert "RACE DETECTED" not in "".join(capfd.readouterr())  # how the interpreter reports one
 
 
 @needs_mosaic
-def test_mosaic_workers_add_up():
+@pytest.mark.parametrize("case", MOSAIC_CASES, ids=lambda c: c.name)
+def test_mosaic(case, capfd):
+    check_mosaic(case, Tiling(0, 64, rows=128, num_stages=2, splits=1 if case.T > 16 else 2), capfd)
+
+
+WORKING = dict(K=1, B=1, Dk=32, Dv=128, N=20)
+WORKERS = (  # case, splits, readers, cluster
+    (Case(**WORKING | {"B": 2}, T=9, lengths=(290, 0)), 1, 2, 1),  # nine tokens: written in place, a tile's last rows not
+    (Case(**WORKING, T=9, lengths=(290,)), 1, 1, 2),
+    (Case(**WORKING, T=9, lengths=(290,), window=70, sink=3, missing=9), 1, 2, 2),  # workers with sinks, with a window, idle
+    (Case(**WORKING, T=2, lengths=(290,), softcap=9.0), 3, 1, 2),  # clusters, then a merge
+    (Case(**WORKING, T=9, lengths=(290,), window=70, sink=3), 4, 2, 1),  # more workers than blocks, window, then a merge
+    # Queries regrouped; most workers idle, and rows that see nothing.
+    (Case(T=5, H=6, K=2, Dk=32, Dv=32, N=6, lengths=(40, 0), missing=5, tree=False), 1, 2, 4),
+)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("case, splits, readers, cluster", WORKERS)
+def test_mosaic_workers_add_up(case, splits, readers, cluster, capfd):
     """Warpgroups and programs that share the slots of the same rows, each idle or not: the same result, and no race."""
-    command = [sys.executable, "-m", "tests.kernels.interpreted_clusters"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "RACE DETECTED" not in done.stdout + done.stderr
-    errors = json.loads(done.stdout.splitlines()[-1])
-    assert len(errors) >= 5
-    for name, error in errors:
-        assert error <= TOLERANCE["bfloat16"], name
+    check_mosaic(case, Tiling(0, 64, num_stages=2, readers=readers, cluster=cluster, splits=splits), capfd)
 
 
 LLAMA = dict(H=32, K=8, Dk=128, Dv=128, B=1, N=64, lengths=(900,))
