@@ -210,6 +210,8 @@ def run_many(args: argparse.Namespace) -> int:
     from jaxspec.benchmarking import peers, report, shares, suites
 
     rows, status = shares.run_shares(args.arguments, args.gpus, args.json)
+    if not rows:  # and what the file holds stays
+        return status or 1
     order = {key: i for i, key in enumerate(suites.PEER_ORDER)}
     rows.sort(key=lambda row: order.get((row["name"], row["batch"], row["context"]), len(order)))
     save(args.json, rows)

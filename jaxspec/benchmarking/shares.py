@@ -25,11 +25,21 @@ def without(arguments: Sequence[str], *options: str) -> list[str]:
 
 
 def visible(gpus: int) -> list[str]:
-    """The first GPUs of those that this process may use. Raises ConfigError where it may use fewer."""
+    """The first GPUs of those that this process may use; any number where it runs on the CPU (JAX_PLATFORMS=cpu).
+
+    Raises ConfigError where it may use fewer: JAX would go on on the CPU.
+    """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = chosen.split(",") if chosen else [str(i) for i in range(gpus)]
+    if chosen:
+        found = chosen.split(",")
+    elif os.environ.get("JAX_PLATFORMS") == "cpu":
+        found = [str(i) for i in range(gpus)]
+    else:
+        smi = shutil.which("nvidia-smi")
+        command = [smi, "--query-gpu=index", "--format=csv,noheader"]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() if smi else []
     if len(found) < gpus:
-        raise ConfigError(f"--gpus {gpus}: CUDA_VISIBLE_DEVICES={chosen} names {len(found)}")
+        raise ConfigError(f"--gpus {gpus}: this process may use {len(found)}: {', '.join(found) or 'none'}")
     return found[:gpus]
 
 
@@ -52,9 +62,7 @@ def run_shares(arguments: Sequence[str], gpus: int, path: Path) -> tuple[list[di
             if path.exists() and "--resume" in arguments:
                 shutil.copy(path, file)
             own = ["--json", str(file), "--share", str(i), str(gpus)]
-            # Without the platform's name JAX would go on on the CPU where there is no such GPU.
-            environment = {"JAX_PLATFORMS": "cuda", **os.environ, "CUDA_VISIBLE_DEVICES": gpu}
-            processes.append(subprocess.Popen([*command, *own], env=environment))
+            processes.append(subprocess.Popen([*command, *own], env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu}))
         worst = max(abs(process.wait()) for process in processes)
     except KeyboardInterrupt:  # what is measured is kept
         worst = 130

@@ -50,10 +50,15 @@ def test_gpus_share_a_suite(tmp_path, capfd, monkeypatch):
         "--repeats", "1", "--bandwidth-bytes", "1048576", "--no-parts", "--resume", "--json", str(path), "--gpus=2",
     ]  # fmt: skip
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=3 names 1"):
+    with pytest.raises(ConfigError, match="may use 1: 3"):
         bench.main(command)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # where there is no GPU, the processes would say so
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(shares.shutil, "which", lambda _: None)
+    with pytest.raises(ConfigError, match="may use 0: none"):
+        bench.main(command)
+    assert json.loads(path.read_text()) == [held]
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert bench.main(command) == 0
     rows = {(row["batch"], row["context"]): row["ms"] for row in json.loads(path.read_text())}
     assert set(rows) == {(1, 512), (4, 512), (8, 512), (32, 512), (8, 8192)}
