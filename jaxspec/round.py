@@ -108,6 +108,7 @@ def context(program: Program, params: dict, state: RoundState, allowed: UInt32[A
         keys=round_keys(state.keys, state.cache.length),
         sampling=state.sampling,
         prompt_length=state.prompt_length,
+        active=~state.done,
         config=program.config,
         allowed=allowed,
     )

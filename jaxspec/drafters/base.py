@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from jaxspec.config import ModelConfig
 from jaxspec.fused_attention import Implementation
@@ -32,9 +32,12 @@ class RoundContext:
       keys: one random key per sequence, fresh for this round.
       sampling: the requests' sampling parameters.
       prompt_length: how many of the tokens are prompt.
+      active: which rows take part in this program; the others change no leaf and write nothing.
       config: the target's configuration (static).
       allowed: a grammar's bit mask over the vocabulary of what may follow the bonus token; None for all. For drafters with
         exact tokens only: drafts that a grammar forbids are refused by the verifier.
+      continued: in a prefill, rows whose text goes on in another row of the same program (a prompt is taken in as several
+        rows at once): their state is dropped, and they must write nothing behind their own tokens. None: no row.
       fresh: in a prompt's first chunk, how its attention may be done without the pages (static; `models.paged`).
     """
 
@@ -45,8 +48,10 @@ class RoundContext:
     keys: PRNGKeyArray
     sampling: SamplingState
     prompt_length: Int[Array, " B"]
+    active: Bool[Array, " B"]
     config: ModelConfig
     allowed: UInt32[Array, "B W"] | None = None
+    continued: Bool[Array, " B"] | None = None
     fresh: Implementation | None = None
 
 

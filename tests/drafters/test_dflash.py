@@ -68,6 +68,7 @@ def context(length: int) -> RoundContext:
         cache=PagedKVCache((), jnp.asarray(pages, jnp.int32), jnp.full(2, length, jnp.int32)),
         tokens=tokens,
         prompt_length=jnp.zeros(2, jnp.int32),
+        active=jnp.ones(2, bool),
         bonus=tokens[:, length],
         keys=row_keys([0, 1]),
         sampling=sampling_state([SamplingParams()] * 2, VOCAB, [[]] * 2, [True] * 2),

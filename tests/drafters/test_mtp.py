@@ -43,6 +43,7 @@ def context(params: ModelParams, tokens, length: int) -> RoundContext:
         keys=row_keys([0, 1]),
         sampling=sampling_state([SamplingParams()] * 2, params.config.vocab_size, [[]] * 2, [True] * 2),
         prompt_length=jnp.zeros(2, jnp.int32),
+        active=jnp.ones(2, bool),
         config=params.config,
     )
 

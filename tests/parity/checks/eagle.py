@@ -50,6 +50,7 @@ def context(target: ModelParams, length: int, tokens) -> RoundContext:
         keys=row_keys([0]),
         sampling=sampling_state([SamplingParams()], target.config.vocab_size, [[]], [True]),
         prompt_length=jnp.zeros(1, jnp.int32),
+        active=jnp.ones(1, bool),
         config=target.config,
     )
 
