@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec import prefill
-from jaxspec.config import ConfigError, SpecConfig
+from jaxspec.config import SpecConfig
 from jaxspec.drafters import registry
 from jaxspec.engine import kept
-Core = None
+
+from jaxspec.engine.core import Core
 from jaxspec.engine.device import Device
-from jaxspec.engine.messages import Limits, Request
+from jaxspec.engine.messages import Failed, Limits, Request, SchedulerConfig
 from jaxspec.engine.text import Answer
 from jaxspec.kvcache import pages_for
 from jaxspec.requests import build_requests, whole_number
@@ -99,7 +100,7 @@ class Call:
         self.limits = Limits(
             buckets=prefill.buckets_for(len(requests)), prefill_sizes=prefill.SIZES, block=block,
             long_sizes=() if self.long is None else (prefill_chunk,) if prefill_chunk else prefill.LONG_SIZES,
-            max_len=prefill.capacity_for(max(positions), config.max_positions), total_pages=0, page_size=page_size,
+            max_len=prefill.capacity_for(max(positions), config.max_positions), total_pages=self.pages, page_size=page_size,
             max_accept=self.drafter.max_accept, slack=slack, key_lookahead=self.drafter.key_lookahead,
             separate_blocks=self.drafter.separate_blocks, max_ends=prefill.ENDS,
         )  # fmt: skip
@@ -110,9 +111,8 @@ class Call:
         with kept.lent(
             self.params, chosen.draft_tree, chosen.program, page_size=self.page_size, pages=self.pages
         ) as memory:  # fmt: skip
-            compiled_before = memory.compile_seconds
             limits = dataclasses.replace(self.limits, total_pages=memory.num_pages - 1)
-            core = Core(Device(memory, limits, self.long, self.rounds), SchedulerConfig.closed(self.rounds))
+            core = Core(Device(memory, limits, self.long, self.rounds), SchedulerConfig.closed(self.rounds, 1 if prefill.platform() == "cpu" else 2), clock=time.perf_counter)
             for request in self.requests:
                 core.submit(request)
             left = len(self.requests)
@@ -123,8 +123,8 @@ class Call:
                     i, answer = index[event.rid], self.answers[index[event.rid]]
                     if answer.reason is not None:
                         continue
-                    self.compile_seconds = memory.compile_seconds - compiled_before
-                    self.ended = time.perf_counter() - self.begun - self.compile_seconds
+                    self.compile_seconds = memory.compile_seconds(self.begun)
+                    self.ended = event.at - self.begun - memory.compile_seconds(self.begun, event.at)
                     if not answer.tokens:
                         self.first[i] = self.ended
                     cut = answer.add(event.tokens, event.from_draft, event.round_of, event.proposed_upto, event.reason)

@@ -7,7 +7,9 @@ moves is rows. Nothing here waits for the device but `Flight.result`.
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -92,7 +94,7 @@ class Memory:
       page_size, num_pages: of the pools, the scratch page counted.
       dtype: the pools' type, that of the target's embedding.
       pools: the arrays, replaced at each launch; the target's first.
-      compile_seconds: spent on compiling so far.
+      compiled: when a program had been compiled (`time.perf_counter`), and the seconds that it took.
     """
 
     def __init__(self, tree: Any, draft_tree: Any, program: Program, *, page_size: int, num_pages: int):
@@ -100,7 +102,7 @@ class Memory:
         self.tree, self.draft_tree, self.program = tree, draft_tree, program
         self.page_size, self.num_pages = page_size, num_pages
         self.dtype = str(tree["embedder"]["embedding"].dtype)
-        self.compile_seconds = 0.0
+        self.compiled: list[tuple[float, float]] = []
         self.executables: dict[Any, Any] = {}
         self.static = {"program": program, "num_pages": num_pages, "page_size": page_size, "dtype": self.dtype}
         shapes = jax.eval_shape(partial(pools_program, **self.static), draft_tree)
@@ -122,13 +124,18 @@ class Memory:
             self.executables.clear()
         self.draft_tree = draft_tree
 
+    def compile_seconds(self, begin: float, end: float = math.inf) -> float:
+        """Spent on compiling between two readings of `time.perf_counter`."""
+        return sum(seconds for at, seconds in self.compiled if begin <= at <= end)
+
     def run(self, function, key: Any, *args, **static) -> Any:
         """Runs a jitted function, compiled once for `key`, which must tell all its shapes and static arguments apart."""
         program = self.executables.get((function, key))
         if program is None:
             program, seconds = compiled(function, *args, **static)
             self.executables[function, key] = program
-            self.compile_seconds += seconds
+            if seconds:
+                self.compiled.append((time.perf_counter(), seconds))
         return program(*args)
 
 
