@@ -153,7 +153,6 @@ def start(
     name, draft = registry.choose(algorithm, params, draft)
     entry = registry.ALGORITHMS[name]
     spec = entry.resolve(spec, config, draft)
-    draft = entry.history(params, draft, spec)
     drafter, draft_tree = entry.build(params, draft, spec)
     program = Program(config, drafter, spec.accept_threshold_single, spec.accept_threshold_acc, spec.verification)
 
@@ -208,7 +207,6 @@ def start(
         proposed=jnp.asarray(zeros),
         sampling=sampling_state(sampling, config.vocab_size, stop_ids, [ignore_eos] * batch),
     )
-    state = dataclasses.replace(state, draft=drafter.refresh(state.draft, draft))
     longest = int(lengths.max())
     fresh = prefill_attention(config, dtype, longest, attention)
     chunks = prefill_chunks(longest, batch, fresh is not None) if prefill_size is None else (prefill_size, prefill_size)

@@ -100,7 +100,7 @@ def _drafter(case: RoundCase, target: Any, draft: Any) -> Drafter:
     name, draft = registry.choose(case.algorithm, target, draft)
     entry = registry.ALGORITHMS[name]
     spec = entry.resolve(case.spec, target.config, draft)
-    return entry.build(target, entry.history(target, draft, spec), spec)[0]
+    return entry.build(target, draft, spec)[0]
 
 
 def prepare(case: RoundCase, target: Any, draft: Any, max_rounds: int) -> generation.Session:
