@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from jaxspec.config import ModelConfig
-from jaxspec.drafters.base import Drafter, RoundContext
+from jaxspec.drafters.base import Drafter, RoundContext, check_tree
 from jaxspec.fused_attention import Implementation
 from jaxspec.kvcache import PagedKVCache, compact
 from jaxspec.models import decoder
@@ -181,6 +181,7 @@ def draft(
     active = takes_part(program, state)
     with jax.named_scope("draft"):
         proposal = program.drafter.propose(draft_params, state.draft, context(program, params, state, active, allowed))
+    check_tree(program.drafter, proposal.tree)
     length, exact = state.cache.length, proposal.exact
     state = dataclasses.replace(state, rounds=state.rounds + active, draft=proposal.state)
     if exact.shape[1]:

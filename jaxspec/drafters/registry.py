@@ -19,14 +19,12 @@ class Algorithm:
     Attributes:
       resolve: (spec as asked for, target's configuration, draft) -> spec: fills in and checks the tree's parameters.
       build: (target, draft, resolved spec) -> (drafter, its parameter tree or None).
-      history: (target, draft, resolved spec) -> what `build` and `Drafter.refresh` get as the draft; most take it as it is.
       needs_draft: whether a draft must be given.
       draft_help: what to pass as ``draft``, for error messages.
     """
 
     resolve: Callable[[SpecConfig, ModelConfig, Any], SpecConfig]
     build: Callable[[Any, Any, SpecConfig], tuple[Drafter, Any]]
-    history: Callable[[Any, Any, SpecConfig], Any]
     needs_draft: bool
     draft_help: str
 
@@ -42,11 +40,7 @@ def _entry(module: str, needs_draft: bool, draft_help: str) -> Algorithm:
     def build(target, draft, spec: SpecConfig) -> tuple[Drafter, Any]:
         return importlib.import_module(module).build(target, draft, spec)
 
-    def history(target, draft, spec: SpecConfig) -> Any:
-        prepare = getattr(importlib.import_module(module), "history", None)
-        return draft if prepare is None else prepare(target, draft, spec)
-
-    return Algorithm(resolve, build, history, needs_draft, draft_help)
+    return Algorithm(resolve, build, needs_draft, draft_help)
 
 
 ALGORITHMS: dict[str, Algorithm] = {
