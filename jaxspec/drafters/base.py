@@ -87,8 +87,6 @@ class Drafter:
     name: ClassVar[str] = "NONE"
     num_exact: ClassVar[int] = 0
     target_passes: ClassVar[int] = 1
-    separate_blocks: ClassVar[bool] = True
-    key_lookahead: ClassVar[int] = 0
 
     @property
     def taps(self) -> tuple[int, ...]:
