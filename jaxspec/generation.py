@@ -12,7 +12,6 @@ from jaxspec import prefill
 from jaxspec.config import SpecConfig
 from jaxspec.drafters import registry
 from jaxspec.engine import kept
-
 from jaxspec.engine.core import Core
 from jaxspec.engine.device import Device
 from jaxspec.engine.messages import Failed, Limits, Request, SchedulerConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from dataclasses import replace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from jaxspec.engine.messages import Delta, Device, Failed, Future, Request, SchedulerConfig

@@ -35,6 +35,12 @@ def forget() -> None:
         _KEPT.clear()
 
 
+def everything() -> list[Memory]:
+    """What is kept and not lent."""
+    with _LOCK:
+        return [memory for kept in _KEPT.values() for memory in kept]
+
+
 def usual_positions(program: Program, dtype: Any) -> int:
     """Positions of the target's pool unless a call needs more, a power of two."""
     c = program.config
