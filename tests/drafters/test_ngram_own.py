@@ -1,5 +1,7 @@
 """Matching in a request's own tokens, against a search written with plain lists."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.config import ConfigError
+from jaxspec.drafters import ngram_match
 from jaxspec.drafters.ngram_config import NgramConfig
 from jaxspec.drafters.ngram_match import match_own_tokens
 
@@ -32,20 +35,44 @@ def search(text: list[int], depth: int, count: int) -> tuple[list[int], int]:
     return copied[len(text) :], -matched
 
 
-match = jax.jit(lambda t, n: match_own_tokens(t, n, depth=DEPTH, num_drafts=DRAFTS))
+def matcher():
+    return jax.jit(lambda t, n: match_own_tokens(t, n, depth=DEPTH, num_drafts=DRAFTS))
 
 
+@cache
+def in_blocks(block: int):
+    """The match with blocks of another size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ngram_match, "BLOCK", block)
+        run = matcher()
+        run(jnp.zeros((3, WIDTH), jnp.int32), jnp.zeros(3, jnp.int32))
+    return run
+
+
+@pytest.mark.parametrize("block", [4, 7, 512])
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=WIDTH), min_size=3, max_size=3), st.integers(-2, 3))
-def test_equals_a_plain_search(texts, behind):
+def test_equals_a_plain_search(block, texts, behind):
     tokens = np.full((3, WIDTH), behind, np.int32)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
-    paths, matched = match(jnp.asarray(tokens), jnp.asarray([len(t) - 1 for t in texts]))
+    paths, matched = in_blocks(block)(jnp.asarray(tokens), jnp.asarray([len(t) - 1 for t in texts], jnp.int32))
     for b, text in enumerate(texts):
         path, length = search(text, DEPTH, DRAFTS)
         assert matched[b] == length
         assert not length or paths[b].tolist() == path
+
+
+@pytest.mark.parametrize("alphabet", [2, 40, 10**6])
+def test_blocks_change_no_bit(monkeypatch, alphabet):
+    width = 3 * ngram_match.BLOCK + 100
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, alphabet, (4, width)), jnp.int32)
+    length = jnp.asarray([0, 511, 1024, width - 2])
+    blocks = [matcher()(tokens, length - back) for back in (0, 1)]
+    monkeypatch.setattr(ngram_match, "BLOCK", width)
+    for back, found in enumerate(blocks):
+        for x, y in zip(found, matcher()(tokens, length - back), strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 def test_periodic_text_is_continued_with_its_period():

@@ -189,6 +189,12 @@ def test_a_prompt_as_blocks_of_one_program_is_the_prompt_chunk_after_chunk(case)
         assert_equal(row_leaves(taken.draft, row), row_leaves(chunked.draft, row), 1e-5)
         assert_equal(committed(taken, row, len(prompt)), committed(chunked, row, len(prompt)), 1e-5)
 
+    # A block whose text goes on in another row writes nothing behind its own tokens.
+    first = blocks.index((0, 0, width, True))
+    alone = [(row, at, count * (j == first), goes_on) for j, (row, at, count, goes_on) in enumerate(blocks)]
+    taken = in_rows(other, state, *zip(*alone, strict=True), width)
+    assert all(x[:width].any() and not x[width:].any() for x in committed(taken, first, len(prompts[0])))
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_row_behind_a_shared_prefix_drafts_as_a_cold_one(case):
@@ -197,6 +203,7 @@ def test_a_row_behind_a_shared_prefix_drafts_as_a_cold_one(case):
     second = first[: shared + ahead] + [(t + 1) % 8 for t in first[shared + ahead :][:5]]
     batch = batch_of(case, [first, second, third])
     assert batch.program.drafter.key_lookahead == ahead
+    assert batch.program.drafter.separate_blocks == (case in SEPARATE)
     start = batch.state
     initial = jax.tree.map(jnp.copy, take_rows(start.draft, jnp.array([1])))
     batch.prefill()
