@@ -6,7 +6,7 @@ A case is "round:BATCH" or "prefill:CHUNK:BATCH". All cases are compiled by one 
 compile cache, and run once with random weights that are made on the device. XLA's stages come from its own log: `passes` over
 the program without `tuning` (the choice of each product's and fusion's kernel, with a device by timing), `kernels` to machine
 code; the rest of `compile` is mostly loading. `fusions` are those to be chosen for, `known` of them were chosen before,
-`tried` are the variants compiled and timed for the others. Settings of XLA are compared by runs under several ``XLA_FLAGS``.
+`tried` are the variants compiled for the others. Settings of XLA are compared by runs under several ``XLA_FLAGS``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from jaxspec.config import ConfigError
 CASES = ("round:1", "round:8", "prefill:64:1", "prefill:512:1")
 SECONDS = ("trace", "lower", "compile", "passes", "tuning", "kernels", "first_run", "second_run")
 COUNTS = ("fusions", "known", "tried")
-LOG = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "gpu_compiler=1,hlo_pass_pipeline=1,config_assigner=1,autotuner=1"}
+LOG = {
+    "TF_CPP_MIN_LOG_LEVEL": "0",
+    "TF_CPP_VMODULE": "gpu_compiler=1,hlo_pass_pipeline=1,config_assigner=1,compile_module_to_llvm_ir=1",
+}
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _PROGRAM = "jit_(?:run_rounds|prefill_chunk)"
 _STAGE = re.compile(rf"(RunHloPasses for|RunBackend for|HLO pass: config-assigner)(?: {_PROGRAM})? time: ([\d.]+) (us|ms|s) ")
@@ -69,7 +72,7 @@ def xla_stages(log: str) -> dict[str, float]:
         found["passes"] -= found.get("tuning", 0.0)
         found["fusions"] = sum(map(int, re.findall(r"Finding configs for (\d+) unique", log)))
         found["known"] = log.count("Using cached config")
-        found["tried"] = sum(map(int, re.findall(r"Found total of (\d+) supported configs", log)))
+        found["tried"] = len(re.findall(r"IR emission for (?!jit_)", log))
     return {name: round(value, 3) for name, value in found.items()}
 
 

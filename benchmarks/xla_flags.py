@@ -29,6 +29,7 @@ SETTINGS: dict[str, str] = {
     "cudnn": "--xla_gpu_cudnn_gemm_fusion_level=3",
     "warp-specialization": "--xla_gpu_experimental_enable_triton_warp_specialization=true",
     "serial": "--xla_gpu_command_buffer_scheduling_mode=SERIALIZE",
+    "no-fusion-tuning": "--xla_gpu_experimental_enable_fusion_autotuner=false",
     "exhaustive": "--xla_gpu_exhaustive_tiling_search=true",
 }
 """Name → what it adds to XLA_FLAGS. The last one takes minutes to compile."""

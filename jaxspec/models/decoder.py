@@ -253,6 +253,7 @@ def decode(
     layers: Sequence[Any],
     taps: tuple[int, ...] = (),
     rows: Int[Array, "B R"] | None = None,
+    traced_once: bool = False,
 ) -> Output:
     """Runs all layers on embeddings.
 
@@ -266,17 +267,24 @@ def decode(
       taps: which features to return: i is the residual stream entering layer i, `FINAL_NORM` the output of the last norm.
       rows: those whose final hidden state is wanted, None for all: of the others the last layer makes keys and values alone.
         No tap may lie behind that layer then.
+      traced_once: see `run_layers`.
     """
-    stream, hidden, updated = run_layers(params, config, x, positions, [attend] * config.num_layers, layers, rows)
+    attends = [attend] * config.num_layers
+    stream, hidden, updated = run_layers(params, config, x, positions, attends, layers, rows, traced_once)
     tapped = [hidden if t == FINAL_NORM else stream[t] for t in taps]
     return Output(hidden, jnp.concatenate(tapped, -1) if tapped else None, updated)
 
 
 def run_layers(
     params: dict, config: ModelConfig, x: Float[Array, "B T E"], positions: Int[Array, "B T"], attends: Sequence[Attend],
-    caches: Sequence[Any], rows: Int[Array, "B R"] | None = None,
+    caches: Sequence[Any], rows: Int[Array, "B R"] | None = None, traced_once: bool = False,
 ) -> tuple[list[Array], Float[Array, "B T E"], tuple]:  # fmt: skip
     """All layers and the final norm, each layer with its own `Attend`; arguments as for `decode`.
+
+    Args:
+      traced_once: trace and lower a layer once for all that are of one kind (the window, what parameters there are). XLA
+        inlines the calls before anything else, so the compiled program is the same. For an `attends` of one `Attend` that
+        depends on its arguments alone.
 
     Returns:
       The residual stream entering every layer and leaving the last, the final norm's output, the caches.
@@ -285,13 +293,19 @@ def run_layers(
     every = [params["layers"][str(i)] for i in range(config.num_layers)]
     stream, updated = [x], []
     hidden = rms_norm(x, every[0]["input_norm"], config.norm_eps, config.norm_plus_one)
+
+    def apply(x, hidden, layer, norm, angles, cache, kept, index):
+        x, parts, cache = layer_in_parts(x, hidden, layer, config, index, angles, attends[index], cache, kept)
+        adapted = "lora" in layer.get("mlp", {}).get("down", {})
+        return *add_and_norm(x, parts, norm, config.norm_eps, config.norm_plus_one, adapted), cache
+
+    if traced_once:
+        apply = jax.jit(apply, static_argnums=7)
     for i, layer in enumerate(every):
         last = i == config.num_layers - 1
-        kept = rows if last else None
-        x, parts, cache = layer_in_parts(x, hidden, layer, config, i, angles[i], attends[i], caches[i], kept)
         norm = params["final_norm"] if last else every[i + 1]["input_norm"]
-        adapted = "lora" in layer.get("mlp", {}).get("down", {})
-        x, hidden = add_and_norm(x, parts, norm, config.norm_eps, config.norm_plus_one, adapted)
+        index = config.windows.index(config.windows[i]) if traced_once else i  # the first of its kind stands for all
+        x, hidden, cache = apply(x, hidden, layer, norm, angles[i], caches[i], rows if last else None, index)
         stream.append(x)
         updated.append(cache)
     return stream, hidden, tuple(updated)

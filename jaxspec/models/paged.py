@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -51,7 +52,9 @@ def paged_forward(
         x, positions, valid, inflight_positions, visible = beside_nothing(x, positions, valid, inflight_positions, visible)
     page_size = layers[0].k.shape[1]
     attend = PagedAttend.behind(page_table, base, page_size, positions, valid, inflight_positions, visible, fresh=fresh)
-    out = decoder.decode(params, config, x, positions, attend, layers, taps, rows)
+    # An adapter's scale is a number that chooses the kernel, which it would no longer be as an argument of a traced layer.
+    only_arrays = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params["layers"]))
+    out = decoder.decode(params, config, x, positions, attend, layers, taps, rows, traced_once=only_arrays)
     if alone:
         out = out._replace(hidden=out.hidden[:, :1], features=None if out.features is None else out.features[:, :1])
     return out

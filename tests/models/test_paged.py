@@ -19,6 +19,8 @@ CONFIG = ModelConfig(
     max_positions=64,
 )  # fmt: skip
 
+DECODE = decoder.decode
+
 
 @functools.cache
 def inputs():
@@ -87,7 +89,7 @@ def test_rope_and_write_in_one_kernel_change_nothing(on_a_gpu, monkeypatch, part
     calls = on_a_gpu()
     monkeypatch.setattr(layers, "product_parts", lambda rows, inputs, outputs: parts)
     together = run(batch=2, T=3)
-    assert len(calls) == 4  # two layers, prompt and rows
+    assert len(calls) == 2  # prompt and rows: both layers are traced once
     kept = np.array([[True, True, False], [True] * 3])
     np.testing.assert_allclose(together.hidden[kept], apart.hidden[kept], atol=2e-6)
     for found, wanted in zip(together.layers, apart.layers, strict=True):
@@ -158,3 +160,34 @@ def test_only_the_wanted_rows_leave_the_last_layer():
     for found, wanted in zip(*same, strict=True):
         np.testing.assert_array_equal(found, wanted)
     np.testing.assert_allclose(few.hidden, jnp.take_along_axis(every.hidden, rows[..., None], 1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("windows", "traces"), [((None, None), 1), ((4, None), 2)])
+def test_a_layer_is_traced_once_for_all_of_its_kind(monkeypatch, windows, traces):
+    params, prompts = inputs()
+    config, calls, original = dataclasses.replace(CONFIG, windows=windows), [], decoder.layer_in_parts
+    monkeypatch.setattr(decoder, "layer_in_parts", lambda *args: calls.append(args[4]) or original(*args))
+    at, pools = jnp.broadcast_to(jnp.arange(7), (2, 7)), init_layers(2, 5, 4, 2, 32, 32, jnp.float32)
+    forward = functools.partial(
+        paged.paged_forward, config=config, x=decoder.embed(params, config, prompts), layers=pools,
+        page_table=jnp.arange(1, 5).reshape(2, 2), base=jnp.zeros(2, jnp.int32), positions=at, valid=at >= 0,
+    )  # fmt: skip
+    shared = jax.jit(lambda params: forward(params))(params)
+    assert len(calls) == traces
+    monkeypatch.setattr(decoder, "decode", lambda *args, traced_once: DECODE(*args))
+    apart = jax.jit(lambda params: forward(params))(params)
+    assert len(calls) == traces + 2
+    for found, wanted in zip(jax.tree.leaves(shared), jax.tree.leaves(apart), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_layer_with_a_number_among_its_parameters_is_traced_by_itself(monkeypatch):
+    params, _ = inputs()
+    seen = []
+    monkeypatch.setattr(decoder, "decode", lambda *args, traced_once: seen.append(traced_once) or DECODE(*args))
+    run()
+    numbered = {**params, "layers": {name: {**layer, "scale": 2.0} for name, layer in params["layers"].items()}}
+    at, pools = jnp.arange(4)[None], init_layers(2, 3, 4, 2, 32, 32, jnp.float32)
+    x = decoder.embed(params, CONFIG, at)
+    paged.paged_forward(numbered, CONFIG, x, pools, jnp.array([[1, 2]]), jnp.zeros(1, jnp.int32), at, at >= 0)
+    assert seen == [True, True, False]
