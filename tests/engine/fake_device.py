@@ -1,8 +1,8 @@
 """A device without a model: it keeps what every slot holds and fails when a program reads a slot of another text.
 
 A text is a function of its prompt and seed, so every request has one right output, whatever happens to its row. A slot holds
-two hashes: one of the tokens up to its position (the target's entry) and one of the tokens up to `key_lookahead` behind it
-(the draft's entry; 0 while these are not known), and which row object wrote it.
+a hash of the tokens up to its position (the target's entry), one that also covers the tokens up to `key_lookahead` behind it
+(the draft's entry; junk while these are not known), and which row wrote it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from jaxspec.engine.messages import Admission, Launch, Limits, Prefill, Report, 
 VOCABULARY = 61
 FACTOR = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
+NO_LOG = np.zeros(0, np.int32)
 JUNK = np.uint64(0xDEADDEADDEADDEAD)
 
 
@@ -65,6 +66,12 @@ def text_of(request: Request, limits: Limits) -> Text:
     return Text(tokens, prefix_hashes(tokens), prompt, len(tokens), stopped)
 
 
+def both(target: np.ndarray, draft: np.ndarray) -> np.ndarray:
+    """One hash of the target's and the draft's entry."""
+    with np.errstate(over="ignore"):
+        return target ^ (draft * np.uint64(0xD1B54A32D192ED03))
+
+
 class ReadError(RuntimeError):
     """A program read or would have written what it must not."""
 
@@ -105,10 +112,10 @@ class FakeDevice:
         limits = self.limits
         slots = (limits.total_pages + 1) * limits.page_size
         self.target = np.zeros(slots, np.uint64)
-        self.draft = np.zeros(slots, np.uint64)
+        self.both = np.zeros(slots, np.uint64)
         self.writer = np.zeros(slots, np.int64)
         self.columns = -(-(limits.max_len + limits.slack) // limits.page_size)
-        self.width = limits.max_len + limits.slack + limits.key_lookahead + 1
+        self.width = limits.max_len + limits.slack + limits.key_lookahead + limits.max_accept
         self._uids = getattr(self, "_uids", 0)
         self.rows = self._empty(limits.buckets[0])
 
@@ -116,8 +123,10 @@ class FakeDevice:
         names = ("length", "count", "fill", "capacity", "end", "uid", "seen", "rounds", "proposed")
         rows = {name: np.zeros(count, np.int64) for name in names}
         rows |= {name: np.zeros(count, bool) for name in ("stopped", "drafting", "ended")}
-        rows |= {name: np.zeros((count, self.width), np.int32) for name in ("text", "from_draft", "round_of", "proposed_upto")}
+        rows["text"] = np.zeros((count, self.width), np.int32)
+        rows["log"] = np.zeros((count, self.width, 3), np.int32)  # from_draft, round_of, proposed_upto
         rows["hashes"] = np.zeros((count, self.width), np.uint64)
+        rows["both"] = np.zeros((count, self.width), np.uint64)
         rows["table"] = np.zeros((count, self.columns), np.int64)
         rows["slots"] = np.zeros((count, self.columns * self.limits.page_size), np.int64)
         rows["ended"][:] = True
@@ -214,8 +223,10 @@ class FakeDevice:
             rows[name][at] = value
         rows["text"][at, : text.end] = text.tokens
         rows["hashes"][at, : text.end] = text.hashes
-        for name in ("from_draft", "round_of", "proposed_upto"):
-            rows[name][at, text.prompt : count] = getattr(admission, name)
+        logs = (admission.from_draft, admission.round_of, admission.proposed_upto)
+        rows["log"][at, text.prompt : count] = np.stack(logs, axis=1)
+        ahead = self.limits.key_lookahead
+        rows["both"][at, : len(text.hashes[ahead:])] = both(text.hashes[: max(text.end - ahead, 0)], text.hashes[ahead:])
         pages = np.asarray(admission.pages)
         rows["table"][at, : len(pages)] = pages
         rows["slots"][at, : len(pages) * size] = (pages[:, None] * size + np.arange(size)).ravel()
@@ -226,26 +237,27 @@ class FakeDevice:
         length = rows["length"][at][:, None]
         most = int(length.max(initial=0))
         slots, position = rows["slots"][at, :most], np.arange(most)
-        inside = position < length
-        wrong = (self.target[slots] != rows["hashes"][at, :most]) & inside
+        final = np.minimum(length, rows["count"][at][:, None] - ahead)
+        wrong = (self.both[slots] != rows["both"][at, :most]) & (position < final)
         if wrong.any():
-            raise ReadError(self._say("a target entry of another text", at, wrong))
-        final = position < np.minimum(length, rows["count"][at][:, None] - ahead)
-        wrong = (self.draft[slots] != rows["hashes"][at, ahead : most + ahead]) & final
-        if wrong.any():
-            raise ReadError(self._say("a draft entry of another text", at, wrong))
-        if ahead:
-            wrong = (self.writer[slots] != rows["uid"][at][:, None]) & inside & ~final
+            raise ReadError(self._say("an entry of another text", at, wrong))
+        if (final < length).any():
+            wrong = (position >= final) & (position < length)
+            wrong &= (self.writer[slots] != rows["uid"][at][:, None]) | (self.target[slots] != rows["hashes"][at, :most])
             if wrong.any():
-                raise ReadError(self._say("a provisional draft entry of another row", at, wrong))
+                raise ReadError(self._say("a provisional entry of another row", at, wrong))
 
     @staticmethod
     def _say(what: str, at: np.ndarray, wrong: np.ndarray) -> str:
         row, position = (int(index[0]) for index in np.nonzero(wrong))
         return f"{what} was read: row {at[row]}, position {position}"
 
+    def _provisional(self, at: np.ndarray) -> np.ndarray:
+        """First positions that rows write: the draft's entries that waited for tokens are repaired."""
+        return np.maximum(np.minimum(self.rows["length"][at], self.rows["count"][at] - self.limits.key_lookahead), 0)
+
     def _write(self, at: np.ndarray, first: np.ndarray, length: np.ndarray, count: np.ndarray, width: int) -> None:
-        """Rows write positions `first` … length + slack − 1 (at most `width`): real up to the new `length`, then provisional."""
+        """Rows write positions `first` … length + slack − 1, at most `width`: provisional ones from the new `length` on."""
         rows, ahead = self.rows, self.limits.key_lookahead
         position = first[:, None] + np.arange(width)
         inside = position < np.minimum(length[:, None] + self.limits.slack, rows["capacity"][at][:, None])
@@ -255,7 +267,7 @@ class FakeDevice:
         real = position < length[:, None]
         known = real & (position + ahead < count[:, None])
         self.target[slots] = np.where(real, rows["hashes"][row, position], JUNK)[inside]
-        self.draft[slots] = np.where(known, rows["hashes"][row, position + ahead], np.uint64(0))[inside]
+        self.both[slots] = np.where(known, rows["both"][row, position], JUNK)[inside]
         self.writer[slots] = np.broadcast_to(rows["uid"][at][:, None], inside.shape)[inside]
 
     def _prefill(self, program: Prefill) -> None:
@@ -279,10 +291,10 @@ class FakeDevice:
         ends = at[length == rows["fill"][at]]
         require(len(ends) <= limits.max_ends, "too many prompts end in one program")
         self._read(at)
-        before = rows["length"][at]
+        begin = self._provisional(at)
         first = ends[(rows["count"][ends] == rows["fill"][ends]) & (rows["end"][ends] > rows["fill"][ends])]
         rows["count"][first] += 1
-        self._write(at, before, length, rows["count"][at], int((length - before).max()) + limits.slack)
+        self._write(at, begin, length, rows["count"][at], int((length - begin).max()) + limits.slack)
         rows["length"][at] = length
         rows["ended"][ends] = rows["count"][ends] >= rows["end"][ends]
 
@@ -302,16 +314,16 @@ class FakeDevice:
         require((length == count - 1).all(), "a row decodes without its bonus token")
         accepted = np.where(rows["drafting"][at], self.rng.integers(1, limits.max_accept + 1, len(at)), 1)
         behind = np.minimum(count + accepted, rows["end"][at])
-        first = np.maximum(np.minimum(length, count - limits.key_lookahead), 0)
+        first = self._provisional(at)
         self._write(at, first, behind - 1, behind, limits.key_lookahead + limits.max_accept + limits.slack)
         rows["rounds"][at] += 1
         rows["proposed"][at] += np.where(rows["drafting"][at], limits.max_accept - 1, 0)
         position = count[:, None] + np.arange(limits.max_accept)
-        fresh = position < behind[:, None]
-        row, position = np.broadcast_to(at[:, None], fresh.shape)[fresh], position[fresh]
-        rows["from_draft"][row, position] = position < rows["count"][row] + accepted.max(initial=0) - 1
-        rows["round_of"][row, position] = rows["rounds"][row]
-        rows["proposed_upto"][row, position] = rows["proposed"][row]
+        log = np.empty((len(at), limits.max_accept, 3), np.int32)
+        log[..., 0] = position < (count + accepted)[:, None] - 1
+        log[..., 1] = rows["rounds"][at][:, None]
+        log[..., 2] = rows["proposed"][at][:, None]
+        rows["log"][at[:, None], position] = log  # what lies behind the end is never reported
         rows["count"][at], rows["length"][at] = behind, behind - 1
         rows["ended"][at] = behind >= rows["end"][at]
         return True
@@ -324,8 +336,13 @@ class FakeDevice:
             if not uid:
                 reports.append(None)
                 continue
-            tokens = rows["text"][at, seen:count].tolist() if count > seen else []
-            logs = (rows[name][at, seen:count].copy() for name in ("from_draft", "round_of", "proposed_upto"))
-            reports.append(RowReport(length, ended, ended and stopped, tokens, *logs, rounds, proposed))
+            if count == seen:
+                reports.append(RowReport(length, ended, ended and stopped, [], NO_LOG, NO_LOG, NO_LOG, rounds, proposed))
+                continue
+            log = rows["log"][at, seen:count].copy()
+            tokens = rows["text"][at, seen:count].tolist()
+            reports.append(
+                RowReport(length, ended, ended and stopped, tokens, log[:, 0], log[:, 1], log[:, 2], rounds, proposed)
+            )
         rows["seen"] = rows["count"].copy()
         return Report(kind, reports)

@@ -22,6 +22,7 @@ def make_limits(**changes) -> Limits:
 
 
 GREEDY = SamplingParams()
+DEFAULT = SchedulerConfig()
 
 
 def make_request(rid: str, ids, max_new_tokens: int = 20, **changes) -> Request:
@@ -46,8 +47,8 @@ class Traffic:
         return self.rng.integers(0, VOCABULARY, count, dtype=np.int32)
 
     def _size(self, most: int) -> int:
-        """1 … most, every order of magnitude alike."""
-        return int(np.exp(self.rng.uniform(0, np.log(most + 1))))
+        """1 … most, small ones more often: their logarithm is nearly uniform."""
+        return int((most + 1) ** (self.rng.random() ** 1.4))
 
     def some(self) -> list[Request]:
         """A request, or the siblings of one."""
@@ -58,7 +59,7 @@ class Traffic:
             prefix = self.prefixes[rng.integers(len(self.prefixes))]
         ids = np.concatenate([prefix[: self._size(self.longest) - 1], self._tokens(self._size(8))])[: self.longest]
         self.made += 1
-        siblings = int(rng.choice(4, p=(0.85, 0.05, 0.05, 0.05))) + 1
+        siblings = int(rng.integers(2, 5)) if rng.random() < 0.15 else 1
         common = dict(
             ids=ids,
             sampling=GREEDY,
@@ -66,7 +67,7 @@ class Traffic:
             stop_ids=(3,) if rng.random() < 0.3 else (),
             ignore_eos=bool(rng.random() < 0.1),
             speculation=bool(rng.random() < 0.9),
-            priority=int(rng.choice(3, p=(0.8, 0.1, 0.1))),
+            priority=int(rng.integers(3)) if rng.random() < 0.3 else 0,
             namespace=("salt",) if rng.random() < 0.1 else (),
             group=f"g{self.made}" if siblings > 1 else None,
             score_from=int(rng.integers(len(ids))) if rng.random() < 0.02 else None,
@@ -77,9 +78,7 @@ class Traffic:
 class Simulation:
     """A core, its device, and what every request has emitted."""
 
-    def __init__(
-        self, limits: Limits, config: SchedulerConfig = SchedulerConfig(), seed: int = 0, check: bool = True, **device
-    ):
+    def __init__(self, limits: Limits, config: SchedulerConfig = DEFAULT, seed: int = 0, check: bool = True, **device):
         self.device = FakeDevice(limits, seed, **device)
         self.core = Core(self.device, config, check_pages=check)
         self.rng = np.random.default_rng(seed + 1)
