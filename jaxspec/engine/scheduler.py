@@ -6,6 +6,7 @@ a row *decodes* when all of its prompt has been launched.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import deque
 
@@ -96,7 +97,7 @@ class Row:
         self.fill, self.limit, self.namespace = job.fill, job.limit, job.request.namespace
         self.sent = -1  # pages that the device knows of; -1 before the admission was launched
         self.unread = 0  # rounds launched for the row whose report was not read
-        self.decodes_from = 0  # the first launch that may have run rounds of it
+        self.decodes_from: float = math.inf  # the first launch that may run rounds of it
         self.retired = False
 
 
