@@ -130,7 +130,7 @@ class Scheduler:
     def _empty_table(self) -> None:
         self.rows: list[Row | None] = [None] * self.limits.buckets[0]
         self._active = 0
-        self._filling: list[Row] = []  # rows whose prefill is not launched to the end, oldest admission first
+        self._filling: list[Row] = []  # rows whose prefill is not launched to its end, by arrival
         self._first_edges: dict[tuple, list[Row]] = {}  # rows whose prefill has not been reported to its end
         self._leaders: dict[str, Job] = {}
         self._moves: tuple[int, ...] | None = None
@@ -554,7 +554,7 @@ class Scheduler:
         self.rows[row.index] = job.row = row
         self._active += 1
         self.queue.remove(job)
-        self._filling.append(row)
+        insort(self._filling, row, key=lambda filling: filling.job.arrival)
         self._first_edges.setdefault(job.first_edge, []).append(row)
         if job.cached_tokens < 0:
             job.cached_tokens = row.known
@@ -580,7 +580,7 @@ class Scheduler:
         self.prefix.check()
         assert len(alive) == self._active
         assert {id(job) for job in self.jobs.values()} == {id(row.job) for row in alive} | {id(job) for job in self.queue}
-        assert [row for row in alive if row.launched < row.fill] == sorted(self._filling, key=lambda row: row.index)
+        assert sorted((row for row in alive if row.launched < row.fill), key=lambda row: row.job.arrival) == self._filling
         for index, row in enumerate(self.rows):
             if row is None:
                 continue

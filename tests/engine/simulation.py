@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 
 import numpy as np
@@ -78,11 +77,11 @@ class Traffic:
 class Simulation:
     """A core, its device, and what every request has emitted."""
 
-    def __init__(self, limits: Limits, config: SchedulerConfig = DEFAULT, seed: int = 0, check: bool = True, **device):
+    def __init__(self, limits: Limits, config: SchedulerConfig = DEFAULT, seed: int = 0, check_every: int = 1, **device):
         self.device = FakeDevice(limits, seed, **device)
-        self.core = Core(self.device, config, check_pages=check)
+        self.core = Core(self.device, config, check_pages=check_every == 1)
         self.rng = np.random.default_rng(seed + 1)
-        self.check = check
+        self.check_every, self.steps = check_every, 0
         self.alive: dict[str, list[int]] = {}
         self.stop_at: dict[str, int] = {}
         self.reasons: dict[str, str] = {}
@@ -106,7 +105,9 @@ class Simulation:
                 del self.alive[delta.rid]
                 continue
             self._hear(delta)
-        if self.check:
+        self.steps += 1
+        if self.steps % self.check_every == 0:
+            self.core.scheduler.check()
             self._compare_tables()
 
     def _hear(self, delta) -> None:
@@ -138,7 +139,7 @@ class Simulation:
         self.stop_at.pop(rid, None)
 
     def _compare_tables(self) -> None:
-        """Tables of the device are the host's lists; pages in tables of nobody's rows are impossible after a launch."""
+        """The device's tables are the host's lists, and no length is beyond its bound."""
         rows, size = self.device.rows, self.device.limits.page_size
         if self.core.scheduler._moves is not None or len(self.core.scheduler.rows) != len(rows["table"]):
             return
@@ -190,7 +191,3 @@ class Simulation:
         self.core.scheduler.check()
         assert self.core.flush()
         assert pool.free == pool.total
-
-
-def with_changes(config: SchedulerConfig, **changes) -> SchedulerConfig:
-    return dataclasses.replace(config, **changes)
