@@ -111,7 +111,9 @@ class Call:
             self.params, chosen.draft_tree, chosen.program, page_size=self.page_size, pages=self.pages
         ) as memory:  # fmt: skip
             limits = dataclasses.replace(self.limits, total_pages=memory.num_pages - 1)
-            core = Core(Device(memory, limits, self.long, self.rounds), SchedulerConfig.closed(self.rounds, 1 if prefill.platform() == "cpu" else 2), clock=time.perf_counter)
+            depth = 1 if prefill.platform() == "cpu" else 2  # on a CPU a launch takes the cores that would prepare the next
+            config = SchedulerConfig.closed(self.rounds, depth)
+            core = Core(Device(memory, limits, self.long, self.rounds), config, clock=time.perf_counter)
             for request in self.requests:
                 core.submit(request)
             left = len(self.requests)

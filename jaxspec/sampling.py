@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Key, UInt32
 
 from jaxspec.config import ConfigError
 from jaxspec.pytree import pytree
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.sampling_params import CLASSES, FULL, GREEDY, SamplingParams, sampling_class
 from jaxspec.tree import DraftTree, unpack_bits
 
 FLOOR = -1e30
@@ -27,10 +27,6 @@ a row of NaN still yields a token that the grammar allows."""
 DRAFT, ACCEPT, FINAL, NOISE = 1, 2, 3, 4
 """Tags folded into a round's key: drawing drafts, the verifier's coins, the correction or bonus draw, UNO's noise."""
 
-
-GREEDY, SAMPLED, FULL = CLASSES = ("greedy", "sampled", "full")
-"""Classes of programs by what they compute: argmax alone; sampling and its filters, too; penalties, biases and
-min_new_tokens, too. A program serves every row of its own class and of those before it."""
 
 MAX_STOP_IDS = 16
 """Stop ids that a request may have: their array has this width in every program."""
@@ -79,14 +75,6 @@ class SamplingState:
     def at_class(self, of_class: str) -> SamplingState:
         """The same rows for a program of another class."""
         return dataclasses.replace(self, of_class=of_class)
-
-
-def sampling_class(params: SamplingParams) -> str:
-    """The smallest class of programs that serves a request."""
-    penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-    if penalties or params.logit_bias or params.min_new_tokens:
-        return FULL
-    return GREEDY if params.is_greedy else SAMPLED
 
 
 def largest_class(classes: Iterable[str]) -> str:

@@ -10,6 +10,10 @@ import numpy as np
 
 from jaxspec.config import ConfigError
 
+GREEDY, SAMPLED, FULL = CLASSES = ("greedy", "sampled", "full")
+"""Classes of programs by what they compute: argmax alone; sampling and its filters, too; penalties, biases and
+min_new_tokens, too. A program serves every row of its own class and of those before it."""
+
 GREEDY_TEMPERATURE = 1e-6
 """Temperatures below this mean greedy decoding."""
 
@@ -78,3 +82,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the request always takes the most probable token."""
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+
+
+def sampling_class(params: SamplingParams) -> str:
+    """The smallest class of programs that serves a request."""
+    penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    if penalties or params.logit_bias or params.min_new_tokens:
+        return FULL
+    return GREEDY if params.is_greedy else SAMPLED

@@ -1,1 +1,1 @@
-"""Many requests on one device-resident round: pages, prefix cache, scheduler, device programs, core loop, text."""
+"""Continuous batching: policy (pages, prefix cache, scheduler, core; free of JAX), device programs and text."""

@@ -10,10 +10,6 @@ import numpy as np
 from jaxspec.config import ConfigError
 from jaxspec.sampling_params import SamplingParams
 
-SamplingClass = Literal["greedy", "sampled", "full"]
-SAMPLING_CLASSES: tuple[SamplingClass, ...] = ("greedy", "sampled", "full")
-"""Program classes, from the smallest to the one that can do everything."""
-
 Reason = Literal["stop", "length", "abort"]
 
 
@@ -55,15 +51,6 @@ class Request:
     score_from: int | None = None
 
 
-def sampling_class(request: Request) -> SamplingClass:
-    """The smallest program class that serves `request`."""
-    wants = request.sampling
-    penalised = wants.repetition_penalty != 1 or wants.presence_penalty or wants.frequency_penalty
-    if penalised or wants.logit_bias or wants.min_new_tokens:
-        return "full"
-    return "greedy" if wants.is_greedy else "sampled"
-
-
 @dataclass(frozen=True, eq=False)
 class Delta:
     """What a report brought for one request. The last one of a request has a `reason`.
@@ -90,7 +77,7 @@ class Failed:
 
     rid: str
     message: str
-    error: Exception | None = None
+    error: Exception
 
 
 @dataclass(frozen=True)
@@ -285,7 +272,7 @@ class Launch:
     admissions: tuple[Admission, ...]
     prefills: tuple[Prefill, ...]
     rounds: int
-    sampling_class: SamplingClass
+    sampling_class: str
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -6,6 +6,7 @@ a row *decodes* when all of its prompt has been launched.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import deque
 
@@ -16,7 +17,6 @@ from jaxspec.engine.blocks import pack_prefill
 from jaxspec.engine.messages import (
     CLEAR,
     FINISH_AND_CLEAR,
-    SAMPLING_CLASSES,
     Admission,
     Delta,
     Launch,
@@ -28,10 +28,10 @@ from jaxspec.engine.messages import (
     Request,
     RowReport,
     SchedulerConfig,
-    sampling_class,
 )
 from jaxspec.engine.pages import PagePool, pages_for
 from jaxspec.engine.prefix import Node, PrefixCache, edges, immutable
+from jaxspec.sampling_params import CLASSES, sampling_class
 
 LPM_LIMIT = 128
 """With more waiting requests, "longest cached prefix first" costs more than it brings: arrival decides."""
@@ -60,7 +60,7 @@ class Job:
         self.log: list[RowReport] = []
         self.rounds = self.proposed = self.retractions = 0
         self.cached_tokens = -1
-        self.kind = SAMPLING_CLASSES.index(sampling_class(request))
+        self.kind = CLASSES.index(sampling_class(request.sampling))
         self.row: Row | None = None
         self.waits_for: Row | None = None
 
@@ -96,7 +96,7 @@ class Row:
         self.fill, self.limit, self.namespace = job.fill, job.limit, job.request.namespace
         self.sent = -1  # pages that the device knows of; -1 before the admission was launched
         self.unread = 0  # rounds launched for the row whose report was not read
-        self.decodes_from = 0  # the first launch that may have run rounds of it
+        self.decodes_from: float = math.inf  # the first launch that may run rounds of it
         self.retired = False
 
 
@@ -129,7 +129,7 @@ class Scheduler:
     def _empty_table(self) -> None:
         self.rows: list[Row | None] = [None] * self.limits.buckets[0]
         self._active = 0
-        self._filling: list[Row] = []  # rows whose prefill is not launched to the end, oldest admission first
+        self._filling: list[Row] = []  # rows whose prefill is not launched to its end, by arrival
         self._first_edges: dict[tuple, list[Row]] = {}  # rows whose prefill has not been reported to its end
         self._leaders: dict[str, Job] = {}
         self._moves: tuple[int, ...] | None = None
@@ -316,7 +316,8 @@ class Scheduler:
             row.decodes_from = number
             self._filling.remove(row)
             decoding.append(row)
-        rounds = self.config.rounds_per_launch if self._may_go_on(decoding) and not (all_first and (prefills or self._filling)) else 0
+        waits = all_first and (prefills or self._filling)  # first tokens are reported before the rounds
+        rounds = self.config.rounds_per_launch if self._may_go_on(decoding) and not waits else 0
         if not prefills and not rounds:
             return None
         if rounds:
@@ -340,7 +341,7 @@ class Scheduler:
                 orders.capacity[row.index] = len(row.pages) * size
             row.sent = len(row.pages)
         launch = Launch(
-            self.launches, len(self.rows), self._moves, orders, tuple(admissions), prefills, rounds, SAMPLING_CLASSES[kind]
+            self.launches, len(self.rows), self._moves, orders, tuple(admissions), prefills, rounds, CLASSES[kind]
         )
         self._clear, self._moves = {}, None
         self.launches += 1
@@ -553,7 +554,7 @@ class Scheduler:
         self.rows[row.index] = job.row = row
         self._active += 1
         self.queue.remove(job)
-        self._filling.append(row)
+        insort(self._filling, row, key=lambda filling: filling.job.arrival)
         self._first_edges.setdefault(job.first_edge, []).append(row)
         if job.cached_tokens < 0:
             job.cached_tokens = row.known
@@ -579,7 +580,7 @@ class Scheduler:
         self.prefix.check()
         assert len(alive) == self._active
         assert {id(job) for job in self.jobs.values()} == {id(row.job) for row in alive} | {id(job) for job in self.queue}
-        assert [row for row in alive if row.launched < row.fill] == sorted(self._filling, key=lambda row: row.index)
+        assert sorted((row for row in alive if row.launched < row.fill), key=lambda row: row.job.arrival) == self._filling
         for index, row in enumerate(self.rows):
             if row is None:
                 continue
