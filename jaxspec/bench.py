@@ -123,7 +123,7 @@ def load(args: argparse.Namespace, with_draft: bool = True) -> tuple[Any, Any]:
     name = getattr(args, "draft", None) if with_draft else None
     if name is None:
         return target, None
-    if args.weights != "real" and (name in shapes.DRAFTS or (random and name in shapes.MODELS)):
+    if args.weights != "real" and (name in shapes.drafts() or (random and name in shapes.MODELS)):
         return target, shapes.random_draft(name, target.config, dtype)
     return target, loading.load_draft(name, target, dtype=args.dtype)
 
@@ -174,7 +174,7 @@ def run_round(args: argparse.Namespace) -> int:
     if args.suite is None:
         target, draft = load(args)
         algorithm, draft = registry.choose(args.algorithm, target, draft)
-        spec = registry.ALGORITHMS[algorithm].resolve(cli.spec_from(args), target.config, draft)
+        spec = registry.resolve(algorithm, cli.spec_from(args), target.config, draft)
         name = row_name(algorithm, spec)
         cases = [
             suites.SuiteCase(rounds.RoundCase(name, algorithm, spec, batch, context, length, args.page_size))

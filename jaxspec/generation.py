@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxspec.config import ConfigError, SpecConfig
 from jaxspec.drafters import registry
+from jaxspec.drafters.base import Drafter
 from jaxspec.fused_attention import Implementation
 from jaxspec.kvcache import PageAllocator, PagedKVCache, init_layers, pages_for
 from jaxspec.prefill import prefill_attention, prefill_chunks
@@ -130,7 +131,7 @@ def start(
     prompts: list[list[int]],
     *,
     draft,
-    algorithm: str,
+    algorithm: str | Drafter,
     spec: SpecConfig,
     sampling: Sequence[SamplingParams],
     stop_ids: Sequence[Sequence[int]],
@@ -151,10 +152,9 @@ def start(
     use_compilation_cache()
     config = params.config
     name, draft = registry.choose(algorithm, params, draft)
-    entry = registry.ALGORITHMS[name]
-    spec = entry.resolve(spec, config, draft)
-    draft = entry.history(params, draft, spec)
-    drafter, draft_tree = entry.build(params, draft, spec)
+    spec = registry.resolve(name, spec, config, draft)
+    draft = registry.history(name, params, draft, spec)
+    drafter, draft_tree = registry.build(name, params, draft, spec)
     program = Program(config, drafter, spec.accept_threshold_single, spec.accept_threshold_acc, spec.verification)
 
     lengths = np.array([len(p) for p in prompts], np.int32)
@@ -330,7 +330,7 @@ def generate(
     prompt,
     *,
     draft=None,
-    algorithm: str = "auto",
+    algorithm: str | Drafter = "auto",
     num_steps: int | None = None,
     topk: int | None = None,
     num_draft_tokens: int | None = None,
@@ -360,7 +360,8 @@ def generate(
         goes through the model's chat template when it has one; token ids are fed as they are.
       draft: a loaded draft or smaller model, a path or hub id of one, or an `NgramHistory`; None takes a draft that came
         with `params`.
-      algorithm: SGLang's name in any case ("ngram", "STANDALONE", "none", …), or "auto".
+      algorithm: SGLang's name in any case ("ngram", "STANDALONE", "none", …), "auto", or a `jaxspec.drafters.base.Drafter`,
+        whose parameter tree is then the draft.
       num_steps, topk, num_draft_tokens: the tree; all three or none, but NGRAM takes num_draft_tokens alone.
       max_new_tokens: tokens per answer; fewer where the model's context ends.
       temperature: 0 is greedy.

@@ -97,10 +97,7 @@ class RoundResult:
 
 
 def _drafter(case: RoundCase, target: Any, draft: Any) -> Drafter:
-    name, draft = registry.choose(case.algorithm, target, draft)
-    entry = registry.ALGORITHMS[name]
-    spec = entry.resolve(case.spec, target.config, draft)
-    return entry.build(target, entry.history(target, draft, spec), spec)[0]
+    return registry.prepare(case.algorithm, target, draft, case.spec)[2]
 
 
 def prepare(case: RoundCase, target: Any, draft: Any, max_rounds: int) -> generation.Session:

@@ -141,40 +141,30 @@ def ngram_drafter(num_draft_tokens: int, config: NgramConfig, use_trie: bool = F
     return NgramDrafter(num_draft_tokens=num_draft_tokens, config=config, use_trie=use_trie)
 
 
-def config_from(spec: SpecConfig) -> NgramConfig:
-    """The ``ngram_…`` fields of a `SpecConfig`."""
-    names = {f.name for f in dataclasses.fields(NgramConfig)}
-    given = {f.name.removeprefix("ngram_"): getattr(spec, f.name) for f in dataclasses.fields(spec)}
-    return NgramConfig(**{name: value for name, value in given.items() if name in names})
+def resolve(spec: SpecConfig, config: ModelConfig, draft: NgramHistory | None) -> SpecConfig:
+    """num_draft_tokens is 12 unless given; a given history brings its own options.
 
-
-def resolve(spec: SpecConfig, config: ModelConfig) -> SpecConfig:
-    """NGRAM takes num_draft_tokens alone (12 unless given).
-
-    Raises:
-      ConfigError: num_steps or topk is given, or a parameter is out of range.
+    Raises ConfigError where they contradict those of `spec`, or where num_draft_tokens does not fit them.
     """
     del config
-    given = [name for name in ("num_steps", "topk") if getattr(spec, name) is not None]
-    if given:
-        raise ConfigError(
-            f"algorithm='ngram' takes num_draft_tokens alone: leave {' and '.join(given)} unset "
-            "(ngram_max_bfs_breadth sets how wide a tree branches)"
-        )
+    options = spec.options
+    if draft is not None and options != draft.config:
+        if options != NgramConfig():
+            raise ConfigError(f"the options are {options}, those of the given NgramHistory {draft.config}: leave options out")
+        options = draft.config
     nodes = DEFAULT_NUM_DRAFT_TOKENS if spec.num_draft_tokens is None else spec.num_draft_tokens
-    config_from(spec).check_num_draft_tokens(nodes)
-    return dataclasses.replace(spec, num_draft_tokens=nodes)
+    options.check_num_draft_tokens(nodes)
+    return dataclasses.replace(spec, num_draft_tokens=nodes, options=options)
 
 
 def history(target, draft: NgramHistory | None, spec: SpecConfig) -> NgramHistory | None:
     """The history to draft from: the one given, or a new one when `spec` names an external corpus."""
-    if draft is not None or spec.ngram_external_corpus_path is None:
+    if draft is not None or spec.options.external_corpus_path is None:
         return draft
-    return NgramHistory(config_from(spec), target.tokenizer)
+    return NgramHistory(spec.options, target.tokenizer)
 
 
 def build(target, draft: NgramHistory | None, spec: SpecConfig) -> tuple[NgramDrafter, None]:
-    """The drafter; a given history brings its own match parameters."""
+    """The drafter, with the trie where there is a history."""
     del target
-    config = config_from(spec) if draft is None else draft.config
-    return ngram_drafter(spec.num_draft_tokens, config, use_trie=draft is not None), None
+    return ngram_drafter(spec.num_draft_tokens, spec.options, use_trie=draft is not None), None

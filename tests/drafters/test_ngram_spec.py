@@ -7,7 +7,7 @@ import pytest
 
 import jaxspec
 from jaxspec.config import ConfigError, SpecConfig
-from jaxspec.drafters import ngram
+from jaxspec.drafters import ngram, registry
 from jaxspec.drafters.ngram_config import NgramConfig
 from jaxspec.drafters.ngram_history import NgramHistory
 from tests import tiny
@@ -16,8 +16,8 @@ from tests import tiny
 def test_a_corpus_in_the_parameters_is_loaded_once(tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_text(json.dumps("abcd"))
-    spec = SpecConfig(ngram_external_corpus_path=str(path), ngram_external_sam_budget=2)
-    spec = ngram.resolve(spec, None)
+    spec = SpecConfig(options=NgramConfig(external_corpus_path=str(path), external_sam_budget=2))
+    spec = registry.resolve("NGRAM", spec, None)
     target = SimpleNamespace(tokenizer=lambda text: list(text.encode()))
     history = ngram.history(target, None, spec)
     assert list(history.corpora) == [str(path)] and history.match(list(b"b"), 8).paths() == {(99,), (99, 100)}
@@ -28,16 +28,16 @@ def test_a_corpus_in_the_parameters_is_loaded_once(tmp_path):
 
 def test_a_given_history_is_kept_and_none_is_made_without_a_corpus():
     given = NgramHistory()
-    spec = ngram.resolve(SpecConfig(num_draft_tokens=5), None)
+    spec = registry.resolve("NGRAM", SpecConfig(num_draft_tokens=5), None)
     assert ngram.history(None, given, spec) is given and ngram.history(None, None, spec) is None
     assert not ngram.build(None, None, spec)[0].use_trie
 
 
 def test_parameters_of_other_algorithms_are_refused():
     with pytest.raises(ConfigError, match="num_steps and topk"):
-        ngram.resolve(SpecConfig(num_steps=3, topk=1, num_draft_tokens=4), None)
+        registry.resolve("NGRAM", SpecConfig(num_steps=3, topk=1, num_draft_tokens=4), None)
     with pytest.raises(ConfigError, match="external_sam_budget=12"):
-        ngram.resolve(SpecConfig(ngram_external_sam_budget=12), None)
+        registry.resolve("NGRAM", SpecConfig(options={"ngram_external_sam_budget": 12}), None)
 
 
 def test_output_with_history_and_corpus_equals_plain_decoding():
