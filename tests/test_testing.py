@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
+import types
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -32,13 +34,16 @@ def known():
 
 
 @pytest.fixture
-def guide(known) -> dict:
+def guide(known, monkeypatch) -> dict:
     """What the guide's examples leave, run one after the other."""
-    scope = {"params": tiny.target(), "prompts": PROMPTS, "__name__": "guide"}
+    module = types.ModuleType("guide")
+    monkeypatch.setitem(sys.modules, "guide", module)
+    scope = vars(module)
+    scope |= {"params": tiny.target(), "prompts": PROMPTS}
     examples = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
     assert len(examples) == 4
     for i, code in enumerate(examples):
-        exec(compile(code, f"docs/drafters.md, example {i}", "exec"), scope)
+        exec(compile(code, f"docs/drafters.md, example {i}", "exec", dont_inherit=True), scope)
     return scope
 
 
