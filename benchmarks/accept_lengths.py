@@ -160,7 +160,7 @@ def measure(args) -> None:
         prompts=args.prompts,
         share=tuple(args.share),
         threads=args.threads,
-    ).fitted(sets)
+    )
     stored = accept_report.read(args.json) if args.json else []
     common = {
         "model": Path(args.target).name, "platform": jax.default_backend(), "device": device_name(),

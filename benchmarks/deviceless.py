@@ -77,15 +77,15 @@ def compile_round(row: str, target_name: str, batch: int, context: int):
     draft = None
     if entry.draft is not None:
         draft = jax.eval_shape(lambda: random_draft(entry.draft, target.config, jnp.bfloat16))
-    session = rounds.prepare(case, target, draft, 36)
+    batch = rounds.prepare(case, target, draft, 36)
     topology = topologies.get_topology_desc(platform="cuda", topology_name="h200", target_config=H200, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    arguments = (target.tree, session.draft_tree, session.state, jnp.int32(1))
+    arguments = (target.tree, batch.draft_tree, batch.state)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # the kernels' lowering asks the context which GPU this is
-        lowered = run_rounds.trace(*shapes, program=session.program).lower(lowering_platforms=("cuda",))
+        lowered = run_rounds.trace(*shapes, program=batch.program).lower(lowering_platforms=("cuda",))
     return lowered.compile(compiler_options=XLA_OPTIONS), time.perf_counter() - start
 
 

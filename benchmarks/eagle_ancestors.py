@@ -18,7 +18,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jaxspec import SpecConfig, generate, generation, load, load_draft  # noqa: E402
+from jaxspec import SpecConfig, load, load_draft  # noqa: E402
+from jaxspec.engine.batch import open_batch  # noqa: E402
 
 FIXTURES = ROOT / "tests" / "fixtures"
 TREES = ((3, 2, 4), (3, 4, 8), (5, 2, 8), (5, 4, 8), (5, 4, 16), (5, 8, 32), (7, 4, 16))
@@ -26,13 +27,12 @@ TREES = ((3, 2, 4), (3, 4, 8), (5, 2, 8), (5, 4, 8), (5, 4, 16), (5, 8, 32), (7,
 
 def accept_lengths(target, head, prompts, spec: SpecConfig, tokens: int, columns: bool) -> tuple[list[list[int]], np.ndarray]:
     """The answers, and tokens per round of every prompt."""
-    options = {**generate.__kwdefaults__, "draft": head, "spec": spec, "max_new_tokens": tokens, "ignore_eos": True}
-    session = generation.prepare(target, prompts, options)[0]
-    drafter = dataclasses.replace(session.program.drafter, column_beams=columns)
-    session.program = dataclasses.replace(session.program, drafter=drafter)
-    session.prefill()
-    session.run()
-    answers = generation.read_answers(session, ())
+    batch = open_batch(target, prompts, draft=head, spec=spec, max_new_tokens=tokens, ignore_eos=True)
+    drafter = dataclasses.replace(batch.program.drafter, column_beams=columns)
+    batch.program = dataclasses.replace(batch.program, drafter=drafter)
+    batch.prefill()
+    batch.run()
+    answers = batch.logs()
     lengths = np.array([(len(a.tokens) - 1) / a.round_of.max() for a in answers])
     return [a.tokens for a in answers], lengths
 

@@ -57,8 +57,8 @@ def main() -> None:
     entry = suites.PEER_ROWS[args.row]
     case = dataclasses.replace(entry.case, batch=args.batch, context=args.context)
     weights = suites.Weights(args.target, loading.default_dtype())
-    session = rounds.prepare(case, weights.target, weights.draft(entry.draft), 8 + UNWATCHED)
-    runner = rounds.Runner(session, args.context)
+    batch = rounds.prepare(case, weights.target, weights.draft(entry.draft), 8 + UNWATCHED)
+    runner = rounds.Runner(batch, args.context)
     runner(8)
     unwatched = statistics.median((runner(8 + UNWATCHED) - runner(8)) / UNWATCHED for _ in range(5))
     found = {graphs: watch(runner, args.rounds, graphs) for graphs in (True, False)}

@@ -56,8 +56,8 @@ def measure(rows: list[str], target: str, context: int, setting: str) -> None:
         name, _, batch = label.rpartition(":")
         entry = suites.PEER_ROWS[name]
         case = dataclasses.replace(entry.case, batch=int(batch), context=context)
-        session = rounds.prepare(case, weights.target, weights.draft(entry.draft), LONG[1])
-        runner = rounds.Runner(session, context)
+        batch = rounds.prepare(case, weights.target, weights.draft(entry.draft), LONG[1])
+        runner = rounds.Runner(batch, context)
         runner(2)
         bursts = []
         for _ in range(4):

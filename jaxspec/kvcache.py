@@ -125,6 +125,19 @@ def put_rows(state: Any, rows: Int[Array, " R"], part: Any) -> Any:
     return jax.tree.map(lambda x, y: y if is_pool(x) else x.at[rows].set(y, mode="drop"), state, part, is_leaf=is_pool)
 
 
+def split(state: Any) -> tuple[tuple[LayerKV, ...], Any]:
+    """The pools of a state, and its rows: the same structure with empty pools in their places."""
+    leaves, structure = jax.tree.flatten(state, is_leaf=is_pool)
+    rows = structure.unflatten([LayerKV(None, None) if is_pool(x) else x for x in leaves])
+    return tuple(x for x in leaves if is_pool(x)), rows
+
+
+def join(pools: tuple[LayerKV, ...], rows: Any) -> Any:
+    """The inverse of `split`."""
+    left = iter(pools)
+    return jax.tree.map(lambda x: next(left) if is_pool(x) else x, rows, is_leaf=is_pool)
+
+
 class OutOfPages(RuntimeError):
     """The pool has fewer free pages than were asked for."""
 

@@ -1,22 +1,49 @@
-"""How prompts are taken in: in chunks of which size, and with which attention."""
+"""How prompts are taken in: in programs of which sizes, and with which attention."""
 
 from __future__ import annotations
+
+import jax
 
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.fused_attention import Implementation, serves
 
-PREFILL_CHUNKS = (16, 32, 64, 128, 256, 512)
-FRESH_ROWS = 8192  # prompt tokens, of all sequences together, that one program takes in without reading pages
-LATER_ROWS = 2048  # and those behind them, which read pages
+BLOCK = {"cpu": 16, "gpu": 64}
+"""Prompt positions of a block: a row of a prefill program. A text's blocks stand in one program side by side."""
+SIZES = (1, 2, 4, 8, 16, 64)
+"""Blocks of a prefill program."""
+LONG_SIZES = (2048, 8192)
+"""Positions of programs that take in the beginning of one long prompt through a library's attention, over no pages."""
+CAPACITIES = (2048, 8192, 32768, 131072, 524288)
+"""Positions that the rows of a table have room for: few, so that programs are few."""
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+"""Rows of a table; beyond the last one in steps of it."""
+ENDS = 16
+"""Rows whose prompt may end in one prefill program, which runs the head for so many."""
 PREFILL_ATTENTION = ("auto", "paged", "cudnn", "xla")
 
 
-def prefill_attention(config: ModelConfig, dtype, longest: int, asked: str = "auto") -> Implementation | None:
-    """How a prompt's first chunk attends: through cuDNN or XLA over the chunk alone, or None: our kernel over the pages.
+def platform() -> str:
+    """"cpu" or "gpu"."""
+    return "cpu" if jax.default_backend() == "cpu" else "gpu"
+
+
+def buckets_for(rows: int) -> tuple[int, ...]:
+    """Table sizes up to the first that holds `rows`."""
+    more = range(2 * BUCKETS[-1], rows + BUCKETS[-1], BUCKETS[-1])
+    every = (*BUCKETS, *more)
+    return every[: next(i for i, size in enumerate(every) if size >= rows) + 1]
+
+
+def capacity_for(positions: int, most: int) -> int:
+    """Positions of a row with room for `positions`, in a model whose context holds `most`."""
+    return min(next((c for c in CAPACITIES if c >= positions), most), max(most, positions))
+
+
+def prefill_attention(config: ModelConfig, dtype, asked: str = "auto") -> Implementation | None:
+    """How the beginning of a long prompt attends: through cuDNN or XLA over the chunk alone; None: our kernel over the pages.
 
     Args:
       config, dtype: the target.
-      longest: tokens of the longest prompt. "auto" leaves those to the kernel that it takes in at one go anyway.
       asked: one of `PREFILL_ATTENTION`.
 
     Raises:
@@ -26,9 +53,7 @@ def prefill_attention(config: ModelConfig, dtype, longest: int, asked: str = "au
         raise ConfigError(f"prefill_attention={asked!r} must be one of {', '.join(PREFILL_ATTENTION)}")
     if asked in ("paged", "xla"):
         return None if asked == "paged" else "xla"
-    if asked == "auto" and longest <= PREFILL_CHUNKS[-1]:
-        return None
-    windows = {w is not None and w < longest for w in config.windows}
+    windows = {w is not None and w < LONG_SIZES[-1] for w in config.windows}
     kinds = [(dtype, config.key_head_dim, config.value_head_dim, windowed, config.attention_softcap) for windowed in windows]
     if any(serves("cudnn", *kind) for kind in kinds):
         return "cudnn"
@@ -38,23 +63,3 @@ def prefill_attention(config: ModelConfig, dtype, longest: int, asked: str = "au
             "cap: leave it 'auto'"
         )
     return None
-
-
-def prefill_chunks(longest: int, batch: int, fresh: bool) -> tuple[int, int]:
-    """Prompt tokens of the first prefill program and of later ones, of which as many run as the longest prompt needs.
-
-    Without a library's attention all chunks are of one of a few sizes. With it the first is as large as `FRESH_ROWS` allow,
-    so that the products run at their best and no page is read; sizes are rounded up to 512s, as the state's are.
-    """
-    least = PREFILL_CHUNKS[-1]
-    if not fresh or longest <= least:
-        chunk = next((c for c in PREFILL_CHUNKS if c >= longest), least)
-        return chunk, chunk
-
-    def fitting(tokens: int, rows: int) -> int:
-        most = max(rows // batch // least * least, least)
-        parts = max(1, -(-tokens // most))
-        return min(most, -(-tokens // (parts * least)) * least)
-
-    first = min(max(FRESH_ROWS // batch // least * least, least), -(-longest // least) * least)
-    return first, fitting(max(longest - first, 1), LATER_ROWS)

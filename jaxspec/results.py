@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +25,11 @@ class Stats:
       proposed: drafts that were proposed.
       accept_by_depth: share of rounds that emitted a draft at depth 1, 2, …
       accepted_histogram: entry i counts rounds that emitted exactly i drafts.
-      prefill_seconds: from the start to the first token, without compilation.
-      decode_seconds: all rounds (of the whole batch), without compilation.
+      prefill_seconds: from the call until every prompt of the batch had its first token, compilation apart.
+      decode_seconds: from then until this answer was known, compilation apart.
       compile_seconds: compilation during this call; 0 once the programs are known.
       tokens_per_second: tokens emitted by rounds / decode_seconds.
-      time_to_first_token: seconds until the first token was known, compilation included.
+      time_to_first_token: seconds from the call until the first token was known on the host, compilation apart.
     """
 
     algorithm: str = "NONE"
@@ -82,7 +83,7 @@ class GenerationResult:
       finish_reason: "stop" or "length".
       stats: see `Stats`.
       from_draft: for each token, whether a draft proposed it (else the target alone chose it).
-      pieces: each token's text, for display; empty without a tokenizer.
+      tokenizer: the model's, or None.
     """
 
     text: str | None
@@ -90,7 +91,14 @@ class GenerationResult:
     finish_reason: str
     stats: Stats
     from_draft: list[bool] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
+    tokenizer: Any = field(default=None, compare=False)
+
+    @property
+    def pieces(self) -> list[str]:
+        """Each token's text, for display; empty without a tokenizer."""
+        if self.tokenizer is None:
+            return []
+        return [self.tokenizer.decode([t], skip_special_tokens=False) for t in self.tokens]
 
     def __repr__(self) -> str:
         shown = self.text if self.text is not None else f"{self.tokens}"

@@ -1,7 +1,7 @@
 """The round: draft → verify → accept → commit, one compiled program for every algorithm, and the device loop over it.
 
-`RoundState` is a donated pytree: every leaf has the batch in front or is a page pool (a history that all rows share,
-NGRAM's trie, is the one exception), so that a scheduler can move rows with one gather.
+`RoundState` is a donated pytree: every leaf has the batch in front or is a page pool (`kvcache.is_pool`), so that rows
+move, join and leave with one gather.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from jaxspec.config import ModelConfig
-from jaxspec.drafters.base import Drafter, Proposal, RoundContext
+from jaxspec.drafters.base import Drafter, RoundContext, check_tree
 from jaxspec.fused_attention import Implementation
 from jaxspec.kvcache import PagedKVCache, compact
 from jaxspec.models import decoder
 from jaxspec.models.paged import paged_forward
 from jaxspec.pytree import pytree
-from jaxspec.sampling import SamplingState, process_logits, round_keys
+from jaxspec.sampling import FULL, SamplingState, process_logits, round_keys
 from jaxspec.tree import DraftTree, root_only
-from jaxspec.verify import Acceptance, accept
+from jaxspec.verify import Acceptance, Verifier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,16 +34,14 @@ class Program:
     Attributes:
       config: the target.
       drafter: the algorithm.
-      threshold_single, threshold_acc, verification: see `jaxspec.verify.accept`.
-      acceptance: the verifier; benchmarks put one here that simulates an accept length.
+      verifier: how trees are verified; benchmarks put one here that simulates an accept length.
+      sampling: which requests the program serves, one of `sampling.CLASSES`.
     """
 
     config: ModelConfig
     drafter: Drafter
-    threshold_single: float = 1.0
-    threshold_acc: float = 1.0
-    verification: str = "target_only"
-    acceptance: Callable[..., Acceptance] = accept
+    verifier: Callable[..., Acceptance] = Verifier()
+    sampling: str = FULL
 
 
 @pytree()
@@ -53,7 +51,8 @@ class RoundState:
     Attributes:
       cache: the target's cache; `cache.length` committed tokens.
       draft: the drafter's state.
-      tokens: prompt and output; the bonus token stands at index `cache.length`, nothing counts behind it.
+      tokens: prompt and output; once a row has output, the bonus token stands at index `cache.length` and nothing counts
+        behind it.
       from_draft: output tokens that a draft proposed (the others were chosen by the target alone).
       round_of: the round that emitted an output token; 0 for the one that prefill gave.
       proposed_upto: drafts that had been proposed to the sequence when a token was emitted. All statistics follow from
@@ -62,7 +61,13 @@ class RoundState:
       done: sequences that emit nothing any more.
       stopped: whether `done` came from a stop id (else from the length limit or from outside).
       prompt_length: tokens of the prompt.
+      fill: positions that prefill has to take in: the prompt's, or all committed ones of a request that is resumed.
+      resumed: the token at index `fill` is known, so that the end of prefill emits nothing.
       limit: tokens that prompt and output may have together.
+      capacity: slots of the pages in the row's table; a row that would pass them waits.
+      rounds_left: rounds that the row may still take part in before the host looks at it.
+      drafting: False: only the root of the row's tree is verified.
+      seen: index behind the last token that a report has carried to the host.
       rounds: rounds that a sequence took part in.
       proposed: draft tokens that were proposed to it.
       sampling: the requests' sampling parameters.
@@ -78,7 +83,13 @@ class RoundState:
     done: Bool[Array, " B"]
     stopped: Bool[Array, " B"]
     prompt_length: Int[Array, " B"]
+    fill: Int[Array, " B"]
+    resumed: Bool[Array, " B"]
     limit: Int[Array, " B"]
+    capacity: Int[Array, " B"]
+    rounds_left: Int[Array, " B"]
+    drafting: Bool[Array, " B"]
+    seen: Int[Array, " B"]
     rounds: Int[Array, " B"]
     proposed: Int[Array, " B"]
     sampling: SamplingState
@@ -89,26 +100,26 @@ class RoundState:
         return jnp.take_along_axis(self.tokens, self.cache.length[:, None], 1)[:, 0]
 
 
-@pytree()
-class RoundOutput:
-    """What one round emitted: `count` of `tokens` (0 for a sequence that was done), `num_drafts` of them drafted."""
-
-    tokens: Int[Array, "B A"]
-    count: Int[Array, " B"]
-    num_drafts: Int[Array, " B"]
+def takes_part(program: Program, state: RoundState) -> Bool[Array, " B"]:
+    """Which rows the next round is for: prefilled, not done, within their pages and their allowance of rounds."""
+    length = state.cache.length
+    fits = length + program.drafter.slack <= state.capacity
+    return ~state.done & (length >= state.fill) & fits & (state.rounds_left > 0)
 
 
-def context(program: Program, params: dict, state: RoundState, allowed: UInt32[Array, "B W"] | None = None) -> RoundContext:
-    """The drafter's view of the state."""
+def context(
+    program: Program, params: dict, state: RoundState, active: Bool[Array, " B"], allowed: UInt32[Array, "B W"] | None = None
+) -> RoundContext:
+    """The drafter's view of the state, in a program that `active` rows take part in."""
     return RoundContext(
         params=params,
         cache=state.cache,
         tokens=state.tokens,
         bonus=state.bonus,
         keys=round_keys(state.keys, state.cache.length),
-        sampling=state.sampling,
+        sampling=state.sampling.at_class(program.sampling),
         prompt_length=state.prompt_length,
-        active=~state.done,
+        active=active,
         config=program.config,
         allowed=allowed,
     )
@@ -157,19 +168,31 @@ def emit(
 
 
 def draft(
-    program: Program,
-    params: dict,
-    draft_params: Any,
-    state: RoundState,
-    allowed: UInt32[Array, "B W"] | None = None,
-) -> Proposal:
-    """The first half of a round: the drafter proposes a tree.
+    program: Program, params: dict, draft_params: Any, state: RoundState, allowed: UInt32[Array, "B W"] | None = None
+) -> tuple[RoundState, DraftTree]:
+    """The first half of a round: the drafter proposes a tree. Tokens that it settled on the way are emitted here.
 
     Args:
       allowed: a grammar's bit mask of what may follow the bonus token, for drafters with exact tokens; None for all.
+
+    Returns:
+      The state, and the tree; a row that takes no part in the round has no valid node, not even the root.
     """
+    active = takes_part(program, state)
     with jax.named_scope("draft"):
-        return program.drafter.propose(draft_params, state.draft, context(program, params, state, allowed))
+        proposal = program.drafter.propose(draft_params, state.draft, context(program, params, state, active, allowed))
+    check_tree(program.drafter, proposal.tree)
+    length, exact = state.cache.length, proposal.exact
+    state = dataclasses.replace(state, rounds=state.rounds + active, draft=proposal.state)
+    if exact.shape[1]:
+        state, kept = emit(state, exact, jnp.zeros(exact.shape, bool), jnp.where(active, exact.shape[1], 0), length + 1)
+        length = length + kept
+    state = dataclasses.replace(state, cache=PagedKVCache(proposal.layers, state.cache.page_table, length))
+    tree = proposal.tree
+    drafting = state.drafting[:, None] | (jnp.arange(tree.num_nodes) == 0)
+    return state, dataclasses.replace(
+        tree, tokens=tree.tokens.at[:, 0].set(state.bonus), valid=tree.valid & drafting & (active & ~state.done)[:, None]
+    )
 
 
 def verify(
@@ -177,130 +200,92 @@ def verify(
     params: dict,
     draft_params: Any,
     state: RoundState,
-    proposal: Proposal,
+    tree: DraftTree,
     allowed: UInt32[Array, "B T W"] | None = None,
-) -> tuple[RoundState, RoundOutput]:
+) -> RoundState:
     """The second half: the target checks the tree, the accepted path is emitted and committed, the drafter catches up.
 
     Args:
+      tree: from `draft`.
       allowed: for every node a bit mask over the vocabulary of tokens that may follow it (a grammar's); None for all.
     """
-    tree, ctx = proposal.tree, context(program, params, state)
-    table, length, active = state.cache.page_table, state.cache.length, ~state.done
-    base = length + proposal.num_exact
-    tokens = put_exact(state.tokens, proposal, length)
-
+    active, table, length = tree.valid[:, 0], state.cache.page_table, state.cache.length
+    ctx = context(program, params, state, active)
+    positions = length[:, None] + tree.depth
     with jax.named_scope("target"):
         out = paged_forward(
-            params, program.config, decoder.embed(params, program.config, tree.tokens), proposal.layers, table, base,
-            base[:, None] + tree.depth, tree.valid & active[:, None],
-            inflight_positions=jnp.where(tree.valid, base[:, None] + tree.depth, -1),
+            params, program.config, decoder.embed(params, program.config, tree.tokens), state.cache.layers, table, length,
+            positions, tree.valid, inflight_positions=jnp.where(tree.valid, positions, -1),
             visible=None if tree.is_chain else tree.ancestors, taps=program.drafter.taps,
         )  # fmt: skip
     with jax.named_scope("head"):
         logits = decoder.unembed(params, program.config, out.hidden, exact=True)
     with jax.named_scope("accept"):
-        logits = process_logits(logits, state.sampling, tree, tokens, base + 1, state.prompt_length, allowed=allowed)
-        accepted = program.acceptance(
-            tree, logits, state.sampling, state.keys, base,
-            threshold_single=program.threshold_single, threshold_acc=program.threshold_acc, mode=program.verification,
-        )  # fmt: skip
+        logits = process_logits(logits, ctx.sampling, tree, state.tokens, length + 1, state.prompt_length, allowed=allowed)
+        accepted = program.verifier(tree, logits, ctx.sampling, state.keys, length)
     with jax.named_scope("commit"):
-        emitted, drafted, count = join_exact(proposal, accepted)
-        state = dataclasses.replace(
-            state,
-            rounds=state.rounds + active,
-            proposed=state.proposed + jnp.where(active, tree.valid.sum(1, dtype=jnp.int32) - 1, 0),
-        )
-        state, kept = emit(state, emitted, drafted, jnp.where(active, count, 0), length + 1)
-        of_path = jnp.maximum(kept - proposal.num_exact, 0)
-        layers = out.layers
-        if not tree.is_chain:
-            layers = compact(layers, table, base, accepted.path, of_path)
+        drafts = jnp.where(active, tree.valid.sum(1, dtype=jnp.int32) - 1, 0)
+        state = dataclasses.replace(state, proposed=state.proposed + drafts, rounds_left=state.rounds_left - active)
+        drafted = jnp.arange(accepted.tokens.shape[1])[None] < accepted.num_drafts[:, None]
+        state, kept = emit(state, accepted.tokens, drafted, jnp.where(active, accepted.num_drafts + 1, 0), length + 1)
+        layers = out.layers if tree.is_chain else compact(out.layers, table, length, accepted.path, kept)
     with jax.named_scope("extend"):
         features = None
         if out.features is not None:
             features = jnp.take_along_axis(out.features, jnp.maximum(accepted.path, 0)[..., None], 1)
-        draft_state = program.drafter.update(draft_params, proposal.state, ctx, accepted.tokens, features, of_path)
-    correct = jnp.minimum(accepted.num_drafts, of_path)
-    state = dataclasses.replace(state, cache=PagedKVCache(layers, table, length + kept), draft=draft_state)
-    return state, RoundOutput(emitted, kept, jnp.where(active, correct, 0))
+        draft_state = program.drafter.update(draft_params, state.draft, ctx, accepted.tokens, features, kept)
+    return dataclasses.replace(state, cache=PagedKVCache(layers, table, length + kept), draft=draft_state)
 
 
-def put_exact(tokens: Int[Array, "B max_len"], proposal: Proposal, length: Int[Array, " B"]) -> Int[Array, "B max_len"]:
-    """The token history as the tree's nodes must see it: with the tokens that drafting already settled."""
-    if not proposal.exact.shape[1]:
-        return tokens
-    order = jnp.arange(proposal.exact.shape[1])[None]
-    index = jnp.where(order < proposal.num_exact[:, None], length[:, None] + 1 + order, tokens.shape[1])
-    return tokens.at[jnp.arange(tokens.shape[0])[:, None], index].set(proposal.exact, mode="drop")
-
-
-def join_exact(proposal: Proposal, accepted: Acceptance) -> tuple[Array, Array, Array]:
-    """The run that a round emits: exact tokens, accepted drafts, bonus; which of them were drafted; how many there are."""
-    order = jnp.arange(accepted.tokens.shape[1])[None]
-    drafted = order < accepted.num_drafts[:, None]
-    if not proposal.exact.shape[1]:
-        return accepted.tokens, drafted, accepted.num_drafts + 1
-    batch, m = proposal.exact.shape
-    rows = jnp.arange(batch)[:, None]
-    at = proposal.num_exact[:, None] + order
-    run = jnp.zeros((batch, m + order.shape[1]), accepted.tokens.dtype).at[:, :m].set(proposal.exact)
-    flags = jnp.zeros(run.shape, bool).at[rows, at].set(drafted)
-    return run.at[rows, at].set(accepted.tokens), flags, proposal.num_exact + accepted.num_drafts + 1
-
-
-def round_step(program: Program, params: dict, draft_params: Any, state: RoundState) -> tuple[RoundState, RoundOutput]:
+def round_step(program: Program, params: dict, draft_params: Any, state: RoundState) -> RoundState:
     """One whole round."""
-    return verify(program, params, draft_params, state, draft(program, params, draft_params, state))
+    return verify(program, params, draft_params, *draft(program, params, draft_params, state))
 
 
 @partial(jax.jit, static_argnames="program", donate_argnames="state")
-def run_rounds(
-    params: dict, draft_params: Any, state: RoundState, max_rounds: Int[Array, ""], *, program: Program
-) -> RoundState:
-    """Rounds until every sequence is done, at most `max_rounds` of them: one program, the loop stays on the device."""
+def run_rounds(params: dict, draft_params: Any, state: RoundState, *, program: Program) -> RoundState:
+    """Rounds until no row takes part any more: one program, the loop stays on the device."""
 
-    def running(carry):
-        count, state = carry
-        return (count < max_rounds) & ~jnp.all(state.done)
-
-    def body(carry):
-        count, state = carry
-        return count + 1, round_step(program, params, draft_params, state)[0]
+    def running(state):
+        return jnp.any(takes_part(program, state))
 
     with decoder.full_precision(params):
-        return jax.lax.while_loop(running, body, (jnp.int32(0), state))[1]
+        return jax.lax.while_loop(running, partial(round_step, program, params, draft_params), state)
 
 
-@partial(jax.jit, static_argnames=("program", "chunk", "fresh"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("program", "chunk", "fresh", "ends"), donate_argnames="state")
 def prefill_chunk(
-    params: dict, draft_params: Any, state: RoundState, start: Int[Array, ""], *, program: Program, chunk: int,
-    fresh: Implementation | None = None,
+    params: dict, draft_params: Any, state: RoundState, continued: Bool[Array, " B"] | None = None, *, program: Program,
+    chunk: int, fresh: Implementation | None = None, ends: int | None = None,
 ) -> RoundState:  # fmt: skip
     """`prefill_step` as one program."""
     with decoder.full_precision(params):
-        return prefill_step(program, params, draft_params, state, start, chunk, fresh)
+        return prefill_step(program, params, draft_params, state, chunk, fresh, continued, ends)
 
 
 def prefill_step(
-    program: Program, params: dict, draft_params: Any, state: RoundState, start: Int[Array, ""], chunk: int,
-    fresh: Implementation | None = None,
+    program: Program, params: dict, draft_params: Any, state: RoundState, chunk: int, fresh: Implementation | None = None,
+    continued: Bool[Array, " B"] | None = None, ends: int | None = None,
 ) -> RoundState:  # fmt: skip
-    """Takes in prompt positions start … start + chunk - 1 of every sequence; one whose prompt ends there gets its first token.
+    """Takes in the next `chunk` positions of every row that still has some; one whose prompt ends there gets its first token.
 
-    Shorter prompts are padded on the right: padded rows write to the scratch page and see nothing.
-    With `fresh`, which needs start = 0, the target's attention is that of a library over the chunk alone (`PagedAttend`).
+    A row begins at its own committed length. Shorter rests are padded on the right: padded rows write nothing. One text may
+    stand in several rows that share a page table, each beginning where the one before it ends: in every layer all keys are
+    written before any is read.
+
+    Args:
+      fresh: a library that attends over the chunk alone (`PagedAttend`); every row must be at its beginning.
+      continued: rows whose text goes on in another row; None: none. What this leaves of their state must not be kept.
+      ends: at most so many rows end their prompt in this chunk; None: any number. The head is run for so many.
     """
     config, table, length = program.config, state.cache.page_table, state.cache.length
     batch, max_len = state.tokens.shape
-    n_valid = jnp.clip(state.prompt_length - start, 0, chunk)
-    index = start + jnp.arange(chunk)
-    tokens = jnp.take(state.tokens, jnp.minimum(index, max_len - 1), axis=1)
+    n_valid = jnp.where(state.done, 0, jnp.clip(state.fill - length, 0, chunk))
+    positions = length[:, None] + jnp.arange(chunk)
+    tokens = jnp.take_along_axis(state.tokens, jnp.minimum(positions, max_len - 1), 1)
     valid = jnp.arange(chunk)[None] < n_valid[:, None]
     tokens = jnp.where(valid, tokens, 0)
-    positions = jnp.broadcast_to(index[None], (batch, chunk))
-    ctx = dataclasses.replace(context(program, params, state), fresh=fresh)
+    ctx = dataclasses.replace(context(program, params, state, n_valid > 0), fresh=fresh, continued=continued)
     last, taps = jnp.maximum(n_valid - 1, 0)[:, None], program.drafter.taps
     only_last = all(0 <= tap < config.num_layers for tap in taps)
     out = paged_forward(
@@ -309,14 +294,32 @@ def prefill_step(
     )  # fmt: skip
 
     hidden = out.hidden if only_last else jnp.take_along_axis(out.hidden, last[..., None], 1)
-    tree: DraftTree = root_only(jnp.take_along_axis(tokens, last, 1)[:, 0])
-    logits = decoder.unembed(params, config, hidden, exact=True)
-    logits = process_logits(logits, state.sampling, tree, state.tokens, state.prompt_length, state.prompt_length)
-    first = accept(tree, logits, state.sampling, state.keys, state.prompt_length - 1).tokens[:, :1]
-    ends = (n_valid > 0) & (start + chunk >= state.prompt_length)
-    state, _ = emit(state, first, jnp.zeros_like(first, bool), ends.astype(jnp.int32), state.prompt_length)
+    emits = (n_valid > 0) & (length + n_valid >= state.fill) & ~state.resumed
+    first = first_tokens(program, params, state, hidden, jnp.take_along_axis(tokens, last, 1)[:, 0], emits, ends)
+    state, _ = emit(state, first[:, None], jnp.zeros((batch, 1), bool), emits.astype(jnp.int32), state.fill)
 
-    behind = start + n_valid[:, None] + jnp.arange(program.drafter.lookahead)[None]
+    behind = (length + n_valid)[:, None] + jnp.arange(program.drafter.lookahead)[None]
     following = jnp.take_along_axis(state.tokens, jnp.minimum(behind, max_len - 1), 1)
     draft_state = program.drafter.prefill(draft_params, state.draft, ctx, tokens, following, out.features, n_valid)
     return dataclasses.replace(state, cache=PagedKVCache(out.layers, table, length + n_valid), draft=draft_state)
+
+
+def first_tokens(
+    program: Program, params: dict, state: RoundState, hidden: Float[Array, "B 1 E"], roots: Int[Array, " B"],
+    emits: Bool[Array, " B"], ends: int | None,
+) -> Int[Array, " B"]:  # fmt: skip
+    """What the target chooses behind the last prompt token, for at most `ends` rows that emit; 0 for the others."""
+    batch, tokens, sampling = hidden.shape[0], state.tokens, state.sampling.at_class(program.sampling)
+    fill, prompt_length, keys = state.fill, state.prompt_length, state.keys
+    rows = None
+    if ends is not None and ends < batch:
+        rows = jnp.nonzero(emits, size=ends, fill_value=batch)[0]
+        every = (hidden, roots, tokens, sampling, fill, prompt_length, keys)
+        hidden, roots, tokens, sampling, fill, prompt_length, keys = jax.tree.map(
+            lambda x: x[jnp.minimum(rows, batch - 1)], every
+        )
+    logits = decoder.unembed(params, program.config, hidden, exact=True)
+    tree = root_only(roots)
+    logits = process_logits(logits, sampling, tree, tokens, fill, prompt_length)
+    chosen = Verifier()(tree, logits, sampling, keys, fill - 1).tokens[:, 0]
+    return chosen if rows is None else jnp.zeros(batch, jnp.int32).at[rows].set(chosen, mode="drop")

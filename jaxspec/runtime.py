@@ -10,6 +10,12 @@ from typing import Any
 
 import jax
 
+from jaxspec.config import ConfigError
+
+
+class PoolTooLarge(ConfigError):
+    """The KV pool does not fit into the memory that is left."""
+
 
 def cache_dir() -> Path:
     """The user's cache folder for jaxspec: $JAXSPEC_CACHE, else $XDG_CACHE_HOME/jaxspec, else ~/.cache/jaxspec."""
@@ -110,3 +116,13 @@ def available_bytes() -> int | None:
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
+
+
+def check_memory(needed: int, what: str) -> None:
+    """Raises PoolTooLarge unless `needed` bytes are free for a KV pool of `what`; the message says what to turn."""
+    there = available_bytes()
+    if there is not None and needed > there:
+        raise PoolTooLarge(
+            f"the KV pool needs {needed:,} bytes, {there:,} are available ({what}): lower max_new_tokens or shorten the "
+            "prompts, give fewer prompts at once, or use a smaller tree (num_draft_tokens, topk, num_steps)"
+        )

@@ -6,7 +6,8 @@ node sees the penalties that it would see if its drafted ancestors had been emit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import jax
@@ -27,18 +28,27 @@ DRAFT, ACCEPT, FINAL, NOISE = 1, 2, 3, 4
 """Tags folded into a round's key: drawing drafts, the verifier's coins, the correction or bonus draw, UNO's noise."""
 
 
-@pytree(static=("any_sampled", "any_filter", "any_penalty", "any_min_new"))
+GREEDY, SAMPLED, FULL = CLASSES = ("greedy", "sampled", "full")
+"""Classes of programs by what they compute: argmax alone; sampling and its filters, too; penalties, biases and
+min_new_tokens, too. A program serves every row of its own class and of those before it."""
+
+MAX_STOP_IDS = 16
+"""Stop ids that a request may have: their array has this width in every program."""
+MAX_BIASES = 512
+"""Entries that a request's logit_bias may have."""
+
+
+@pytree(static=("of_class",))
 class SamplingState:
     """The sampling parameters of a batch, one row per sequence; see `SamplingParams` for their meaning.
 
     Attributes:
       top_k: -1 where all tokens stay.
       temperature: 1 in greedy rows, which ignore it.
-      logit_bias: None when no row has one.
+      bias_ids, bias_values: logit_bias as pairs; id -1 where there is none.
       stop_ids: padded with -1.
       ignore_eos: rows that stop ids do not end.
-      any_sampled, any_filter, any_penalty, any_min_new: static; False lets the program leave that part out. A filter is
-        top_k, top_p or min_p in a row that samples.
+      of_class: static, one of `CLASSES`: what a program that gets this state computes.
     """
 
     temperature: Float[Array, " B"]
@@ -50,13 +60,82 @@ class SamplingState:
     frequency_penalty: Float[Array, " B"]
     min_new_tokens: Int32[Array, " B"]
     greedy: Bool[Array, " B"]
-    logit_bias: Float[Array, "B V"] | None
-    stop_ids: Int32[Array, "B n"]
+    bias_ids: Int32[Array, "B biases"]
+    bias_values: Float[Array, "B biases"]
+    stop_ids: Int32[Array, "B stops"]
     ignore_eos: Bool[Array, " B"]
-    any_sampled: bool = True
-    any_filter: bool = True
-    any_penalty: bool = True
-    any_min_new: bool = True
+    of_class: str = FULL
+
+    @property
+    def any_sampled(self) -> bool:
+        """Whether rows may sample; False lets a program leave that out."""
+        return self.of_class != GREEDY
+
+    @property
+    def is_full(self) -> bool:
+        """Whether rows may have penalties, biases or min_new_tokens."""
+        return self.of_class == FULL
+
+    def at_class(self, of_class: str) -> SamplingState:
+        """The same rows for a program of another class."""
+        return dataclasses.replace(self, of_class=of_class)
+
+
+def sampling_class(params: SamplingParams) -> str:
+    """The smallest class of programs that serves a request."""
+    penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    if penalties or params.logit_bias or params.min_new_tokens:
+        return FULL
+    return GREEDY if params.is_greedy else SAMPLED
+
+
+def largest_class(classes: Iterable[str]) -> str:
+    """The class that serves all of these; greedy for none."""
+    return max(classes, key=CLASSES.index, default=GREEDY)
+
+
+def check_request(params: SamplingParams, vocab_size: int, stop_ids: Sequence[int]) -> None:
+    """Raises ConfigError for what a request's row has no room for, or ids outside the vocabulary."""
+    if len(params.logit_bias) > MAX_BIASES:
+        raise ConfigError(f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_BIASES} are possible")
+    for token, _ in params.logit_bias:
+        if token >= vocab_size:
+            raise ConfigError(f"logit_bias names token id {token}, but the vocabulary has {vocab_size} tokens")
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise ConfigError(f"{len(stop_ids)} stop ids (the model's own included) are given; at most {MAX_STOP_IDS} are possible")
+
+
+def sampling_arrays(
+    params: Sequence[SamplingParams], vocab_size: int, stop_ids: Sequence[Sequence[int]], ignore_eos: Sequence[bool]
+) -> dict[str, np.ndarray]:
+    """The fields of `SamplingState` as NumPy arrays; arguments and errors as for `sampling_state`."""
+    rows = len(params)
+    stops = np.full((rows, MAX_STOP_IDS), -1, np.int32)
+    ids, values = np.full((rows, MAX_BIASES), -1, np.int32), np.zeros((rows, MAX_BIASES), np.float32)
+    for i, (p, own) in enumerate(zip(params, stop_ids, strict=True)):
+        check_request(p, vocab_size, own)
+        stops[i, : len(own)] = own
+        for j, (token, value) in enumerate(p.logit_bias):
+            ids[i, j], values[i, j] = token, value
+
+    def column(name: str, dtype) -> np.ndarray:
+        return np.array([getattr(p, name) for p in params], dtype)
+
+    return {
+        "temperature": np.array([1.0 if p.is_greedy else p.temperature for p in params], np.float32),
+        "top_k": np.array([min(p.top_k, vocab_size) for p in params], np.int32),
+        "top_p": column("top_p", np.float32),
+        "min_p": column("min_p", np.float32),
+        "repetition_penalty": column("repetition_penalty", np.float32),
+        "presence_penalty": column("presence_penalty", np.float32),
+        "frequency_penalty": column("frequency_penalty", np.float32),
+        "min_new_tokens": column("min_new_tokens", np.int32),
+        "greedy": np.array([p.is_greedy for p in params], bool),
+        "bias_ids": ids,
+        "bias_values": values,
+        "stop_ids": stops,
+        "ignore_eos": np.array(ignore_eos, bool),
+    }
 
 
 def sampling_state(
@@ -65,56 +144,20 @@ def sampling_state(
     stop_ids: Sequence[Sequence[int]],
     ignore_eos: Sequence[bool],
 ) -> SamplingState:
-    """Gathers the parameters of a batch into arrays (host code).
+    """Gathers the parameters of a batch into arrays (host code), for a program of the smallest class that serves them.
 
     Args:
       params: one per sequence.
       vocab_size: the target's; bounds the ids in logit_bias.
-      stop_ids: the stop token ids of every sequence, of any number.
+      stop_ids: the stop token ids of every sequence, at most `MAX_STOP_IDS` each.
       ignore_eos: whether a sequence runs on past them.
 
     Raises:
-      ConfigError: an id in logit_bias is outside the vocabulary.
+      ConfigError: an id in logit_bias is outside the vocabulary, or there are too many biases or stop ids.
     """
-    greedy = np.array([p.is_greedy for p in params])
-    temperature = np.array([1.0 if p.is_greedy else p.temperature for p in params], np.float32)
-
-    def column(name: str, dtype) -> Array:
-        return jnp.asarray(np.array([getattr(p, name) for p in params], dtype))
-
-    bias = None
-    if any(p.logit_bias for p in params):
-        bias = np.zeros((len(params), vocab_size), np.float32)
-        for row, p in zip(bias, params, strict=True):
-            for token, value in p.logit_bias:
-                if token >= vocab_size:
-                    raise ConfigError(f"logit_bias names token id {token}, but the vocabulary has {vocab_size} tokens")
-                row[token] += value
-    width = max((len(ids) for ids in stop_ids), default=0)
-    stops = np.full((len(params), width), -1, np.int32)
-    for row, ids in zip(stops, stop_ids, strict=True):
-        row[: len(ids)] = ids
-
-    filters = any(not p.is_greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params)
-    penalties = any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params)
-    return SamplingState(
-        temperature=jnp.asarray(temperature),
-        top_k=jnp.asarray(np.array([min(p.top_k, vocab_size) for p in params], np.int32)),
-        top_p=column("top_p", np.float32),
-        min_p=column("min_p", np.float32),
-        repetition_penalty=column("repetition_penalty", np.float32),
-        presence_penalty=column("presence_penalty", np.float32),
-        frequency_penalty=column("frequency_penalty", np.float32),
-        min_new_tokens=column("min_new_tokens", np.int32),
-        greedy=jnp.asarray(greedy),
-        logit_bias=None if bias is None else jnp.asarray(bias),
-        stop_ids=jnp.asarray(stops),
-        ignore_eos=jnp.asarray(np.array(ignore_eos, bool)),
-        any_sampled=bool((~greedy).any()),
-        any_filter=filters,
-        any_penalty=penalties,
-        any_min_new=any(p.min_new_tokens > 0 for p in params),
-    )
+    arrays = sampling_arrays(params, vocab_size, stop_ids, ignore_eos)
+    of_class = largest_class(map(sampling_class, params))
+    return SamplingState(**{name: jnp.asarray(x) for name, x in arrays.items()}, of_class=of_class)
 
 
 def row_keys(seeds: Sequence[int]) -> Key[Array, " B"]:
@@ -177,11 +220,12 @@ def process_logits(
     vocab = logits.shape[-1]
     logits = logits.astype(jnp.float32)
     logits = jnp.where(jnp.isnan(logits), FLOOR, jnp.clip(logits, FLOOR, -FLOOR))
-    if sampling.any_penalty:
+    if sampling.is_full:
         logits = _penalize(logits, sampling, tree, history, history_length, prompt_length)
-    if sampling.logit_bias is not None:
-        logits += sampling.logit_bias[:, None]
-    if sampling.any_min_new:
+        inside = jnp.where(sampling.bias_ids >= 0, sampling.bias_ids, vocab)
+        row = jnp.arange(logits.shape[0])[:, None]
+        bias = jnp.zeros((logits.shape[0], vocab), jnp.float32).at[row, inside].add(sampling.bias_values, mode="drop")
+        logits += bias[:, None]
         produced = (history_length - prompt_length)[:, None] + tree.depth
         early = produced < sampling.min_new_tokens[:, None]
         stops = _count(sampling.stop_ids, jnp.ones_like(sampling.stop_ids), vocab) > 0
@@ -244,7 +288,7 @@ def probabilities(logits: Float[Array, "B T V"], sampling: SamplingState) -> Flo
     # logit by a small temperature would overflow.
     gap = (jnp.where(sound, peak, 0.0) - logits) / per_row(sampling.temperature)
     mass = jnp.exp(-gap)
-    if sampling.any_filter:
+    if sampling.any_sampled:
         ones = jnp.ones_like(gap)
         top_k = per_row(sampling.top_k)
         active = (top_k > 0) & ~per_row(sampling.greedy)

@@ -10,7 +10,9 @@ Each raises AssertionError with what is wrong.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,10 +21,10 @@ import numpy as np
 
 from jaxspec import generation
 from jaxspec.config import SpecConfig
-from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.base import Drafter, Proposal
+from jaxspec.engine.batch import Batch, open_batch
 from jaxspec.kvcache import is_pool
-from jaxspec.round import draft as propose
-from jaxspec.sampling import SamplingParams
+from jaxspec.round import Program, context
 
 PAGE_SIZE = 4
 
@@ -55,15 +57,15 @@ def check_drafter(
     return check_lossless(params, prompts, **given)
 
 
-def start(params, prompts, algorithm, draft, spec: SpecConfig | None, max_new_tokens: int) -> generation.Session:
+def start(params, prompts, algorithm, draft, spec: SpecConfig | None, max_new_tokens: int) -> Batch:
     """Greedy answers to `prompts`, with the prompts taken in: every sequence stands before its first round."""
-    session = generation.start(
-        params, [list(prompt) for prompt in prompts], draft=draft, algorithm=algorithm, spec=spec or SpecConfig(),
-        sampling=[SamplingParams(temperature=0.0, seed=i) for i in range(len(prompts))], stop_ids=[[]] * len(prompts),
-        ignore_eos=True, max_new_tokens=max_new_tokens, page_size=PAGE_SIZE, prefill_size=PAGE_SIZE,
+    batch = open_batch(
+        params, [list(prompt) for prompt in prompts], draft=draft, algorithm=algorithm, spec=spec,
+        seed=list(range(len(prompts))), ignore_eos=True, max_new_tokens=max_new_tokens, page_size=PAGE_SIZE,
+        prefill_chunk=PAGE_SIZE,
     )  # fmt: skip
-    session.prefill()
-    return session
+    batch.prefill()
+    return batch
 
 
 def check_lossless(
@@ -105,9 +107,9 @@ def check_proposal(
     max_new_tokens: int = 24,
 ) -> None:
     """The first proposal is a tree, `slack` and `max_accept` have room for it, and the state keeps its shapes."""
-    session = start(params, prompts, algorithm, draft, spec, max_new_tokens)
-    drafter, state, batch = session.program.drafter, session.state, len(prompts)
-    made = jax.jit(propose, static_argnums=0)(session.program, session.params.tree, session.draft_tree, state)
+    begun = start(params, prompts, algorithm, draft, spec, max_new_tokens)
+    drafter, state, batch = begun.program.drafter, begun.state, len(prompts)
+    made = _propose(begun.program, begun.tree, begun.draft_tree, state)
     tree = made.tree
     tokens, parent, valid = (np.asarray(x) for x in (tree.tokens, tree.parent, tree.valid))
     nodes, exact = tokens.shape[1], made.exact.shape[1]
@@ -140,23 +142,30 @@ def check_rows(
     max_new_tokens: int = 24,
 ) -> None:
     """A round changes nothing of a row that is done, and of the others nothing behind `slack` slots."""
-    session = start(params, prompts, algorithm, draft, spec, max_new_tokens)
-    drafter, batch = session.program.drafter, len(prompts)
-    for leaf in _rows(session.state.draft):
+    begun = start(params, prompts, algorithm, draft, spec, max_new_tokens)
+    drafter, batch = begun.program.drafter, len(prompts)
+    for leaf in _rows(begun.state.draft):
         assert leaf.shape[:1] == (batch,), f"a leaf of the state has shape {leaf.shape}: {batch} sequences stand in front"
-    session.finish(0)
-    before = jax.tree.map(_host, (session.state.draft, session.state.cache))
-    session.run(1)
-    after = jax.tree.map(_host, (session.state.draft, session.state.cache))
+    begun.state = dataclasses.replace(begun.state, done=begun.state.done.at[0].set(True))
+    before = jax.tree.map(_host, (begun.state.draft, begun.state.cache))
+    begun.run(1)
+    after = jax.tree.map(_host, (begun.state.draft, begun.state.cache))
     for old, new in zip(_rows(before), _rows(after), strict=True):
         assert np.array_equal(old[0], new[0], equal_nan=True), "a leaf changed in a row that takes no part"
     lengths = np.asarray(before[1].length)
     for old, new in zip(_pools(before), _pools(after), strict=True):
-        for row, pages in enumerate(session.pages):
+        for row, pages in enumerate(before[1].page_table):
             kept = 0 if row == 0 else int(lengths[row]) + drafter.slack
-            was, now = (x[np.asarray(pages)].reshape(-1, *x.shape[2:])[kept:] for x in (old, new))
+            was, now = (x[pages[pages > 0]].reshape(-1, *x.shape[2:])[kept:] for x in (old, new))
             what = "that takes no part" if row == 0 else f"behind length + slack={drafter.slack} slots"
             assert np.array_equal(was, now, equal_nan=True), f"keys or values changed in row {row}, {what}"
+
+
+@partial(jax.jit, static_argnums=0)
+def _propose(program: Program, params, draft_params, state) -> Proposal:
+    """What the drafter proposes to all rows."""
+    active = jnp.ones(state.done.shape, bool)
+    return program.drafter.propose(draft_params, state.draft, context(program, params, state, active))
 
 
 def _host(x) -> np.ndarray:

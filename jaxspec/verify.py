@@ -7,6 +7,7 @@ however malformed, can make one run on.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -242,45 +243,59 @@ def _invert(weights: Float[Array, "B n"], target: Float[Array, " B"]) -> tuple[I
 MODES = ("target_only", "rejection", "block")
 
 
-def accept(
-    tree: DraftTree,
-    logits: Float[Array, "B T V"],
-    sampling: SamplingState,
-    keys: Key[Array, " B"],
-    length: Int[Array, " B"],
-    *,
-    threshold_single: float = 1.0,
-    threshold_acc: float = 1.0,
-    mode: str = "target_only",
-) -> Acceptance:
-    """Verifies a tree: the one entry that a round calls.
+@dataclasses.dataclass(frozen=True)
+class Verifier:
+    """How a round verifies a tree. Hashable: a static argument of its program.
 
     Greedy rows get the target's argmax in every mode, alone or in a batch with sampled rows. The random numbers of a row
     depend on its key and its committed length only.
 
-    Args:
-      tree: the drafts.
-      logits: from `sampling.process_logits`.
-      sampling: parameters of the rows.
-      keys: one per sequence, from `sampling.row_keys`; not yet folded with the length.
-      length: committed tokens.
-      threshold_single, threshold_acc: see `accept_target_only`; other modes have none.
+    Attributes:
       mode: "target_only" for any tree, "rejection" or "block" for chains with draft probabilities.
+      threshold_single, threshold_acc: see `accept_target_only`; other modes have none.
 
     Raises:
-      ConfigError: unknown mode, a threshold outside [0, 1], or a tree that the mode cannot verify.
+      ConfigError: unknown mode, or a threshold outside [0, 1].
     """
-    if mode not in MODES:
-        raise ConfigError(f"verification mode={mode!r} must be one of {', '.join(MODES)}")
-    for name, value in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
-        if not 0 <= value <= 1:
-            raise ConfigError(f"{name}={value} must be in [0, 1]")
-    if not sampling.any_sampled:
-        return accept_greedy(tree, jnp.argmax(logits, -1))
-    probs = probabilities(logits, sampling)
-    accept_coins, final_coins = coins(round_keys(keys, length), tree.num_nodes)
-    if mode == "rejection":
-        return accept_rejection(tree, probs, accept_coins, final_coins)
-    if mode == "block":
-        return accept_block(tree, probs, accept_coins, final_coins)
-    return accept_target_only(tree, probs, accept_coins, final_coins, threshold_single, threshold_acc)
+
+    mode: str = "target_only"
+    threshold_single: float = 1.0
+    threshold_acc: float = 1.0
+
+    def __post_init__(self):
+        if self.mode not in MODES:
+            raise ConfigError(f"verification mode={self.mode!r} must be one of {', '.join(MODES)}")
+        for name in ("threshold_single", "threshold_acc"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ConfigError(f"{name}={value} must be in [0, 1]")
+
+    def __call__(
+        self,
+        tree: DraftTree,
+        logits: Float[Array, "B T V"],
+        sampling: SamplingState,
+        keys: Key[Array, " B"],
+        length: Int[Array, " B"],
+    ) -> Acceptance:
+        """Verifies a tree.
+
+        Args:
+          tree: the drafts.
+          logits: from `sampling.process_logits`.
+          sampling: parameters of the rows.
+          keys: one per sequence, from `sampling.row_keys`; not yet folded with the length.
+          length: committed tokens.
+
+        Raises:
+          ConfigError: a tree that the mode cannot verify.
+        """
+        if not sampling.any_sampled:
+            return accept_greedy(tree, jnp.argmax(logits, -1))
+        probs = probabilities(logits, sampling)
+        accept_coins, final_coins = coins(round_keys(keys, length), tree.num_nodes)
+        if self.mode == "rejection":
+            return accept_rejection(tree, probs, accept_coins, final_coins)
+        if self.mode == "block":
+            return accept_block(tree, probs, accept_coins, final_coins)
+        return accept_target_only(tree, probs, accept_coins, final_coins, self.threshold_single, self.threshold_acc)

@@ -1,5 +1,3 @@
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,18 +81,43 @@ def test_top_k_of_one_is_greedy():
     assert SamplingParams(temperature=1.0, top_k=1).is_greedy
 
 
-def test_static_flags_say_what_the_program_needs():
-    def flags(*params):
-        state = state_of(*params)
-        return state.any_sampled, state.any_filter, state.any_penalty, state.any_min_new, state.logit_bias is not None
+def test_the_class_says_what_the_program_needs():
+    def of_class(*params):
+        return state_of(*params).of_class
 
-    assert flags(SamplingParams()) == (False,) * 5
-    assert flags(SamplingParams(top_p=0.5)) == (False,) * 5
-    assert flags(SamplingParams(), SamplingParams(temperature=1.0)) == (True, False, False, False, False)
-    assert flags(SamplingParams(temperature=1.0, min_p=0.1))[1]
-    assert flags(SamplingParams(frequency_penalty=0.1))[2]
-    assert flags(SamplingParams(min_new_tokens=1))[3]
-    assert flags(SamplingParams(logit_bias={1: 1.0}))[4]
+    assert of_class(SamplingParams()) == "greedy"
+    assert of_class(SamplingParams(top_p=0.5)) == "greedy"
+    assert of_class(SamplingParams(), SamplingParams(temperature=1.0)) == "sampled"
+    assert of_class(SamplingParams(temperature=1.0, min_p=0.1)) == "sampled"
+    assert of_class(SamplingParams(frequency_penalty=0.1), SamplingParams(temperature=1.0)) == "full"
+    assert of_class(SamplingParams(min_new_tokens=1)) == "full"
+    assert of_class(SamplingParams(logit_bias={1: 1.0})) == "full"
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_a_program_of_a_larger_class_gives_the_same_bits(seed, sampled):
+    """So that a request's answer does not depend on what its neighbours ask for."""
+    random = np.random.default_rng(seed)
+    state = (
+        state_of(SamplingParams(temperature=0.7, top_p=0.9), SamplingParams()) if sampled else state_of(*[SamplingParams()] * 2)
+    )
+    logits = jnp.asarray(random.normal(size=(2, 1, V)), jnp.float32)
+    tree = root_only(jnp.asarray([1, 2]))
+    results = []
+    for name in (state.of_class, "full"):
+        one = state.at_class(name)
+        out = process_logits(logits, one, tree, jnp.asarray([[1, 3, 2]] * 2), jnp.asarray([3, 3]), jnp.asarray([1, 1]))
+        results.append((out, probabilities(out, one)) if sampled else (out,))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_a_row_has_no_room_for_is_refused():
+    with pytest.raises(ConfigError, match="17 stop ids.*at most 16"):
+        state_of(SamplingParams(), stops=tuple(range(17)))
+    with pytest.raises(ConfigError, match="logit_bias has 513 entries; at most 512"):
+        sampling_state([SamplingParams(logit_bias={i: 1.0 for i in range(513)})], 1000, [()], [False])
 
 
 def reference_probabilities(logits, params: SamplingParams):
@@ -287,4 +310,4 @@ def test_state_can_be_gathered_by_row():
     state = state_of(*PENALTIES, stops=(2, 4))
     picked = jax.tree.map(lambda x: x[jnp.asarray([2, 0])], state)
     assert picked.min_new_tokens.tolist() == [4, 0]
-    assert dataclasses.replace(picked, any_penalty=False).any_min_new
+    assert picked.at_class("greedy").of_class == "greedy" and picked.of_class == "full"

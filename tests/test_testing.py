@@ -15,7 +15,7 @@ import jaxspec
 from jaxspec import ConfigError, SpecConfig, cli
 from jaxspec.drafters import kinds
 from jaxspec.drafters.base import Drafter
-from jaxspec.testing import check_drafter, check_lossless, check_proposal, check_rows
+from jaxspec.testing import check_drafter, check_proposal, check_rows
 from jaxspec.tree import chain
 from tests import tiny
 from tests.drafters import eagle_cases
@@ -86,9 +86,7 @@ def test_registered_kinds_do_not_collide(known):
 
 
 BUILT_IN = {
-    "plain": dict(algorithm="none"),
     "ngram": dict(algorithm="ngram", spec=SpecConfig(num_draft_tokens=5)),
-    "standalone chain": dict(draft=tiny.small_draft, spec=SpecConfig(2, 1, 3)),
     "standalone tree": dict(draft=tiny.small_draft, spec=SpecConfig(3, 3, 7)),
 }
 
@@ -101,15 +99,14 @@ def test_drafters_without_features_pass_the_checks(name):
     assert check_drafter(tiny.target(), PROMPTS, **given) >= 1.0
 
 
-@pytest.mark.parametrize("tree", [(3, 1, 4), (3, 3, 7)])
-def test_eagle_heads_pass_the_checks(tree):
+def test_an_eagle_head_passes_the_checks():
     target, head = eagle_cases.tiny_target(), eagle_cases.random_head("eagle3")
-    assert check_drafter(target, eagle_cases.prompts(24), draft=head, spec=SpecConfig(*tree)) >= 1.0
+    assert check_drafter(target, eagle_cases.prompts(24), draft=head, spec=SpecConfig(3, 1, 4)) >= 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Faulty(Drafter):
-    """Says less slack than it takes, changes rows that take no part, or emits what it drafted."""
+    """Announces too little, proposes another root, or has a state that does not keep the rules."""
 
     fault: str
     name = "FAULTY"
@@ -139,10 +136,8 @@ class Faulty(Drafter):
         ("slack", check_proposal, "slack=1 has no room for 3 nodes"),
         ("accept", check_proposal, "max_accept=1, but a round can emit 3 tokens"),
         ("root", check_proposal, "the root is ctx.bonus"),
-        ("root", check_lossless, "FAULTY answers"),
         ("row", check_rows, "a leaf changed in a row that takes no part"),
         ("state", check_rows, r"a leaf of the state has shape \(1,\): 3 sequences stand in front"),
-        ("slack", check_rows, "keys or values changed in row 1, behind length . slack=1 slots"),
     ],
 )
 def test_the_checks_find_faults(fault, check, message):

@@ -14,7 +14,13 @@ from jaxspec.sampling import SamplingParams, row_keys, sampling_state
 from jaxspec.tree import DraftTree, chain, from_parents, root_only
 
 NODES, V = 6, 9
-accept = jax.jit(verify.accept, static_argnames=("mode", "threshold_single", "threshold_acc"))
+
+
+@partial(jax.jit, static_argnames=("mode",))
+def accept(tree, logits, sampling, keys, length, mode="target_only"):
+    return verify.Verifier(mode)(tree, logits, sampling, keys, length)
+
+
 build = jax.jit(from_parents, static_argnames="max_depth")
 
 
@@ -256,11 +262,11 @@ def test_same_drafts_same_target_accepts_everything():
 def test_modes_that_need_draft_probabilities_say_so(mode):
     tree, logits = random_trees(0, 1)
     state = state_of(SamplingParams(temperature=1.0))
-    call = partial(verify.accept, sampling=state, keys=row_keys([0]), length=jnp.zeros(1, int))
+    call = partial(verify.Verifier(mode), sampling=state, keys=row_keys([0]), length=jnp.zeros(1, int))
     with pytest.raises(ConfigError, match="not a chain.*target_only"):
-        call(tree, logits, mode=mode)
+        call(tree, logits)
     with pytest.raises(ConfigError, match="no draft_probs"):
-        call(chain(tree.tokens), logits, mode=mode)
+        call(chain(tree.tokens), logits)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +274,5 @@ def test_modes_that_need_draft_probabilities_say_so(mode):
     [({"mode": "typical"}, "typical.*target_only"), ({"threshold_single": 1.1}, "1.1"), ({"threshold_acc": -0.1}, "-0.1")],
 )
 def test_bad_settings_are_refused(bad, message):
-    tree, logits = random_trees(0, 1)
     with pytest.raises(ConfigError, match=message):
-        verify.accept(tree, logits, state_of(SamplingParams()), row_keys([0]), jnp.zeros(1, int), **bad)
+        verify.Verifier(**bad)

@@ -31,7 +31,11 @@ LOGITS = (RANDOM.normal(size=(V, V)) * 1.2).astype(np.float32)
 DRAFT = RANDOM.dirichlet(np.full(V, 0.8), V)
 
 
-ACCEPT = jax.jit(verify.accept, static_argnames="mode")
+def judge_by(*arguments, mode: str) -> verify.Acceptance:
+    return verify.Verifier(mode)(*arguments)
+
+
+ACCEPT = jax.jit(judge_by, static_argnames="mode")
 
 
 def draw(cdf_rows: np.ndarray, random: np.random.Generator) -> np.ndarray:
@@ -160,7 +164,7 @@ def test_finds_a_missing_residual_correction(mode, monkeypatch):
     monkeypatch.setattr(verify, "_draw", lambda left, full, coin: original(full, full, coin))
     state, p = target_of("plain")
     tree = trees_of("wide") if mode == "target_only" else chains_of(4)
-    traced_anew = jax.jit(lambda *args, mode: verify.accept(*args, mode=mode), static_argnames="mode")
+    traced_anew = jax.jit(lambda *args, mode: judge_by(*args, mode=mode), static_argnames="mode")
     assert p_of(run(tree, state, 1, mode, traced_anew), p) < LEVEL
 
 

@@ -11,19 +11,16 @@ import concurrent.futures
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxspec.benchmarking.turns import Turns
 from jaxspec.config import ConfigError, SpecConfig
-from jaxspec.generation import Session, bucket, read_answers, result_of, start
+from jaxspec.generation import generate
 from jaxspec.params import ModelParams
-from jaxspec.prefill import PREFILL_CHUNKS
 from jaxspec.results import GenerationResult
-from jaxspec.sampling import SamplingParams
 
 FIRST_SEED = 1000
 SAVE_SECONDS = 10.0
@@ -98,8 +95,6 @@ class Settings:
       repeats: timings of a prompt, of which the median counts.
       prompts: prompts of each set for accept lengths; 0 takes them from the timed answers.
       share: (i, n): of those prompts every n-th from the i-th on, where n processes share the work.
-      capacity: positions of a row in all batches; `fitted` sets it.
-      chunk: prompt tokens of a prefill program.
       threads: programs that are compiled at once.
     """
 
@@ -111,15 +106,7 @@ class Settings:
     repeats: int = 1
     prompts: int = 80
     share: tuple[int, int] = (0, 1)
-    capacity: int = 0
-    chunk: int = 256
     threads: int = 8
-
-    def fitted(self, sets: Iterable[PromptSet]) -> Settings:
-        """With room for the longest prompt, so that one program serves all, and chunks no larger than that prompt."""
-        longest = max(len(p) for s in sets for p in s.prompts[: max(self.prompts, self.timed)])
-        chunk = min(self.chunk, next((c for c in PREFILL_CHUNKS if c >= longest), PREFILL_CHUNKS[-1]))
-        return dataclasses.replace(self, capacity=bucket(longest + self.new_tokens + 1), chunk=chunk)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,36 +119,27 @@ class Request:
     ids: tuple[int, ...]
 
 
-def open_session(params: ModelParams, row: Row, requests: Sequence[Request], settings: Settings) -> Session:
-    """A batch ready to run.
+def answer(
+    params: ModelParams, row: Row, requests: Sequence[Request], settings: Settings, new_tokens: int | None = None
+) -> list[GenerationResult]:
+    """A batch's answers, of at most `new_tokens` (else the settings') tokens.
 
     Raises ConfigError for a head that the model does not have, or a tree that it cannot draft.
     """
     draft = params.drafts.get(row.head)
     if draft is None and row.head not in (PLAIN, "ngram"):
         raise ConfigError(f"row {row.name!r}: no such head; the model has {', '.join(params.drafts) or 'none'}")
-    stops = sorted(params.config.stop_token_ids)
-    return start(
+    return generate(
         params, [list(r.ids) for r in requests], draft=draft, algorithm="auto" if draft is not None else row.head,
-        spec=SpecConfig(*row.tree),
-        sampling=[SamplingParams(temperature=r.temperature, seed=FIRST_SEED + r.index) for r in requests],
-        stop_ids=[stops] * len(requests), ignore_eos=False, max_new_tokens=settings.new_tokens, page_size=16,
-        prefill_size=settings.chunk, capacity=settings.capacity,
+        spec=SpecConfig(*row.tree), temperature=[r.temperature for r in requests],
+        seed=[FIRST_SEED + r.index for r in requests],
+        max_new_tokens=settings.new_tokens if new_tokens is None else new_tokens,
     )  # fmt: skip
-
-
-def answer(session: Session) -> list[GenerationResult]:
-    """Runs a batch to its end."""
-    session.prefill()
-    session.run()
-    return [result_of(session, i, found, 0.0) for i, found in enumerate(read_answers(session, ()))]
 
 
 def warm(params: ModelParams, row: Row, requests: Sequence[Request], settings: Settings) -> None:
     """Compiles what a batch needs and runs one round."""
-    session = open_session(params, row, requests, settings)
-    session.prefill()
-    session.run(1)
+    answer(params, row, requests, settings, new_tokens=2)
 
 
 def requests_of(
@@ -328,7 +306,7 @@ class Group:
             for row in rows:
                 begun, left = time.perf_counter(), len(self.requests)
                 for batch in self.batches:
-                    for request, result in zip(batch[:left], answer(self.session(row, batch)), strict=False):
+                    for request, result in zip(batch[:left], answer(self.params, row, batch, self.settings), strict=False):
                         tallies[row, request.set, request.temperature].answers.append(result)
                     left -= len(batch)
                 if self.batches:
@@ -358,14 +336,8 @@ class Group:
         found: dict[Row, list[GenerationResult]] = {row: [] for row in (Row(PLAIN), *rows)}
         for _ in range(self.settings.repeats):
             for row, results in found.items():
-                results += answer(self.session(row, [request]))
+                results += answer(self.params, row, [request], self.settings)
         for row in rows:
             tally = tallies[row, request.set, request.temperature]
             tally.plain.append(found[Row(PLAIN)])
             tally.timed.append(found[row])
-
-    def session(self, row: Row, requests: Sequence[Request]) -> Session:
-        """A batch of this group."""
-        session = open_session(self.params, row, requests, self.settings)
-        jax.block_until_ready(session.state.tokens)
-        return session

@@ -11,7 +11,7 @@ import jax
 from jax.extend import core
 
 from jaxspec.benchmarking.parts import part_of
-from jaxspec.kvcache import LayerKV
+from jaxspec.kvcache import is_pool
 from jaxspec.round import Program, RoundState, round_step
 
 _MULTIPLY = {"dot_general", "pallas_call", "custom_vmap_call"}
@@ -48,16 +48,16 @@ def _pools(state: RoundState, windows: tuple[int | None, ...]) -> Iterable[list]
     def of(tree: Any, windows: Iterable[int | None]) -> list:
         window = iter(windows)
         kinds = []
-        for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LayerKV)):
-            if isinstance(node, LayerKV):
+        for node in jax.tree.leaves(tree, is_leaf=is_pool):
+            if is_pool(node):
                 kinds += [("pool", next(window, None), object()) for _ in node]
             else:
                 kinds.append(None)
         return kinds
 
     target = len(state.cache.layers)
-    flat, _ = jax.tree_util.tree_flatten(state, is_leaf=lambda x: isinstance(x, LayerKV))
-    assert all(isinstance(x, LayerKV) for x in flat[:target]), "the target's cache comes first in a RoundState"
+    flat, _ = jax.tree_util.tree_flatten(state, is_leaf=is_pool)
+    assert all(is_pool(x) for x in flat[:target]), "the target's cache comes first in a RoundState"
     yield of(flat[:target], windows)
     yield of(flat[target:], ())
 

@@ -18,19 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import generation
 from jaxspec.benchmarking import profile
 from jaxspec.benchmarking.bandwidth import Bandwidth
 from jaxspec.benchmarking.parts import PARTS
 from jaxspec.benchmarking.reads import round_reads
 from jaxspec.benchmarking.simulated import SimulatedAcceptance
 from jaxspec.config import ConfigError, SpecConfig
-from jaxspec.drafters import registry
-from jaxspec.drafters.base import Drafter
-from jaxspec.kvcache import LayerKV
+from jaxspec.engine.batch import Batch, open_batch
+from jaxspec.generation import Speculation
+from jaxspec.kvcache import LayerKV, is_pool
 from jaxspec.round import RoundState, run_rounds
 from jaxspec.runtime import compiled
-from jaxspec.sampling import SamplingParams
 
 PROGRAM = "jit_run_rounds"
 PROFILED_ROUNDS = 4
@@ -96,19 +94,15 @@ class RoundResult:
         return dataclasses.asdict(self)
 
 
-def _drafter(case: RoundCase, target: Any, draft: Any) -> Drafter:
-    return registry.prepare(case.algorithm, target, draft, case.spec)[2]
-
-
-def prepare(case: RoundCase, target: Any, draft: Any, max_rounds: int) -> generation.Session:
-    """A session that stands behind `case.context` random tokens, with random KV, ready for `max_rounds` rounds.
+def prepare(case: RoundCase, target: Any, draft: Any, max_rounds: int) -> Batch:
+    """A batch that stands behind `case.context` random tokens, with random KV, ready for `max_rounds` rounds.
 
     Raises:
       ConfigError: the case cannot work with this target and draft, or its context does not fit.
     """
     if case.batch < 1 or case.context < 1:
         raise ConfigError(f"batch={case.batch} and context={case.context} must be at least 1")
-    drafter = _drafter(case, target, draft)
+    drafter = Speculation.choose(target, draft, case.algorithm, case.spec).program.drafter
     simulated = None
     if (
         case.accept_length is not None and drafter.max_accept > 1
@@ -125,15 +119,14 @@ def prepare(case: RoundCase, target: Any, draft: Any, max_rounds: int) -> genera
         )
     rng = np.random.default_rng(0)
     text = rng.integers(0, min(ALPHABET, target.config.vocab_size), (case.batch, case.context + 1))
-    session = generation.start(
-        target, text[:, :-1].tolist(), draft=draft, algorithm=case.algorithm, spec=case.spec,
-        sampling=[SamplingParams(temperature=0.0, seed=i) for i in range(case.batch)], stop_ids=[[]] * case.batch,
-        ignore_eos=True, max_new_tokens=room, page_size=case.page_size, prefill_size=None,
+    batch = open_batch(
+        target, text[:, :-1].tolist(), draft=draft, algorithm=case.algorithm, spec=case.spec, seed=list(range(case.batch)),
+        ignore_eos=True, max_new_tokens=room, page_size=case.page_size,
     )  # fmt: skip
     if simulated is not None:
-        session.program = dataclasses.replace(session.program, acceptance=simulated)
-    session.state = at_context(fill_pools(session.state), case.context, text)
-    return session
+        batch.program = dataclasses.replace(batch.program, verifier=simulated)
+    batch.state = at_context(fill_pools(batch.state), case.context, text)
+    return batch
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -146,9 +139,9 @@ def fill_pools(state: RoundState) -> RoundState:
     keys = iter(jax.random.split(jax.random.key(0), 2 * len(jax.tree.leaves(state))))
 
     def fill(node):
-        return LayerKV(*(_random_like(x, next(keys)) for x in node)) if isinstance(node, LayerKV) else node
+        return LayerKV(*(_random_like(x, next(keys)) for x in node)) if is_pool(node) else node
 
-    return jax.tree.map(fill, state, is_leaf=lambda x: isinstance(x, LayerKV))
+    return jax.tree.map(fill, state, is_leaf=is_pool)
 
 
 def at_context(state: RoundState, context: int, text: np.ndarray | None = None) -> RoundState:
@@ -160,19 +153,20 @@ def at_context(state: RoundState, context: int, text: np.ndarray | None = None) 
         state,
         cache=dataclasses.replace(state.cache, length=jnp.asarray(zeros + context)),
         tokens=tokens, done=jnp.zeros(batch, bool), stopped=jnp.zeros(batch, bool), rounds=jnp.asarray(zeros),
+        fill=jnp.asarray(zeros + context),
     )  # fmt: skip
 
 
 class Runner:
-    """The compiled round of a session and its arguments; every call starts from the same context."""
+    """The compiled round of a batch and its arguments; every call starts from the same context."""
 
-    def __init__(self, session: generation.Session, context: int):
-        self.session, self.context = session, context
-        self.executable, self.compile_seconds = compiled(run_rounds, *self._arguments(1), program=session.program)
+    def __init__(self, batch: Batch, context: int):
+        self.batch, self.context = batch, context
+        self.executable, self.compile_seconds = compiled(run_rounds, *self._arguments(1), program=batch.program)
 
     def _arguments(self, rounds: int) -> tuple:
-        session = self.session
-        return session.params.tree, session.draft_tree, session.state, jnp.int32(rounds)
+        self.batch.allow(rounds)
+        return self.batch.tree, self.batch.draft_tree, self.batch.state
 
     def __call__(self, rounds: int) -> float:
         """Runs `rounds` rounds from the context on; returns seconds, waiting included."""
@@ -184,17 +178,17 @@ class Runner:
 
     def reset(self) -> None:
         """Puts every sequence back to the context."""
-        self.session.state = at_context(self.session.state, self.context)
+        self.batch.state = at_context(self.batch.state, self.context)
 
     def launch(self, arguments: tuple, executable: Any = None) -> None:
         """Runs the program, which takes the state's memory over, and waits for it."""
-        self.session.state = (executable or self.executable)(*arguments)
-        jax.block_until_ready(self.session.state.tokens)
+        self.batch.state = (executable or self.executable)(*arguments)
+        jax.block_until_ready(self.batch.state.tokens)
 
     def without_graphs(self) -> Any:
         """The same program, but every operation is launched by itself and seen by a profiler."""
         self.reset()
-        return compiled(run_rounds, *self._arguments(1), graphs=False, program=self.session.program)[0]
+        return compiled(run_rounds, *self._arguments(1), graphs=False, program=self.batch.program)[0]
 
     def record(self, rounds: int, *, graphs: bool = False, **options: Any) -> list[profile.Operation]:
         """What the device does in `rounds` rounds: `profile.record` around the program alone, without CUDA graphs or with."""
@@ -208,7 +202,7 @@ class Runner:
     @property
     def emitted(self) -> float:
         """Tokens a sequence emitted per round in the last run."""
-        length, rounds = jax.device_get((self.session.state.cache.length, self.session.state.rounds))
+        length, rounds = jax.device_get((self.batch.state.cache.length, self.batch.state.rounds))
         return float(np.mean((length - self.context) / np.maximum(rounds, 1)))
 
 
@@ -238,9 +232,9 @@ def measure(
     few, many = rounds
     if not 0 < few < many or repeats < 1:
         raise ConfigError(f"rounds={rounds} must rise and be positive, repeats={repeats} be at least 1")
-    session = prepare(case, target, draft, many)
-    reads = round_reads(session.program, target.tree, session.draft_tree, session.state, case.context)
-    runner = Runner(session, case.context)
+    batch = prepare(case, target, draft, many)
+    reads = round_reads(batch.program, target.tree, batch.draft_tree, batch.state, case.context)
+    runner = Runner(batch, case.context)
     runner(few)
     seconds = []
     for _ in range(repeats):

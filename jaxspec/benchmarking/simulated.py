@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Key
 from jaxspec.config import ConfigError
 from jaxspec.sampling import ACCEPT, SamplingState, round_keys, tagged
 from jaxspec.tree import DraftTree, unpack_bits
-from jaxspec.verify import Acceptance, accept
+from jaxspec.verify import Acceptance, Verifier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +22,11 @@ class SimulatedAcceptance:
     Every round accepts the floor or the ceiling of the wanted length, mixed so that the mean is met, along the path to
     the tree's deepest node; a tree that is not that deep gives what it has. The real verifier runs as well and is followed
     where it accepts enough by itself, so that its work is neither skipped nor counted twice. A value for
-    `jaxspec.round.Program.acceptance`; not lossless, of course.
+    `jaxspec.round.Program.verifier`; not lossless, of course.
     """
 
     length: float
+    verifier: Verifier = Verifier()
 
     def __post_init__(self):
         if not self.length >= 1:
@@ -38,10 +39,9 @@ class SimulatedAcceptance:
         sampling: SamplingState,
         keys: Key[Array, " B"],
         length: Int[Array, " B"],
-        **options,
     ) -> Acceptance:
-        """As `jaxspec.verify.accept`."""
-        real = accept(tree, logits, sampling, keys, length, **options)
+        """As `jaxspec.verify.Verifier`."""
+        real = self.verifier(tree, logits, sampling, keys, length)
         own = real.path.shape[1]
         wanted = jnp.full(length.shape, math.floor(self.length) - 1)
         fraction = self.length % 1

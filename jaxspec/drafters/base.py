@@ -1,7 +1,7 @@
 """The drafter contract: what an algorithm must provide so that the one round in `jaxspec.round` can use it.
 
 A drafter is a frozen dataclass: hashable, so that it can be a static argument of ``jit``, and without arrays, which live
-in its parameter tree and its state. All methods but `refresh` are pure and traceable with static shapes.
+in its parameter tree and its state. All methods are pure and traceable with static shapes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
-from jaxspec.config import ModelConfig
+from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.fused_attention import Implementation
 from jaxspec.kvcache import LayerKV, PagedKVCache
 from jaxspec.pytree import pytree
@@ -97,8 +97,26 @@ class Drafter:
 
     @property
     def lookahead(self) -> int:
-        """How many tokens behind a prefill chunk `prefill` needs (EAGLE and MTP: 1)."""
+        """How many tokens behind a prefill chunk `prefill` needs (EAGLE, MTP and STANDALONE: 1)."""
         return 0
+
+    @property
+    def key_lookahead(self) -> int:
+        """How many tokens behind a position the draft's keys and values at that position depend on (EAGLE and MTP: 1).
+
+        Pages may be shared by texts that agree on the tokens of their positions and on so many behind them: shared prefixes
+        are keyed by it. Unlike `lookahead` it does not count what prefill wants for the next proposal alone.
+        """
+        return 0
+
+    @property
+    def separate_blocks(self) -> bool:
+        """Whether a prompt may be taken in as several rows of one prefill program, each behind the one before it.
+
+        The rows' states are copies of the sequence's, and only the last row's is kept (`RoundContext.continued`). False where
+        a row needs what the one before it leaves in the state: then a program takes in one block of a sequence at most.
+        """
+        return True
 
     @property
     def slack(self) -> int:
@@ -163,14 +181,33 @@ class Drafter:
         del params, ctx, accepted, features, n_accepted
         return state
 
-    def refresh(self, state, history) -> Any:
-        """Host work between programs (NGRAM's trie)."""
-        del history
-        return state
-
     @staticmethod
     def proposal(tree: DraftTree, state, ctx: RoundContext) -> Proposal:
         """A proposal without exact tokens."""
         batch = ctx.bonus.shape[0]
         none = jnp.zeros((batch, 0), jnp.int32)
         return Proposal(tree=tree, state=state, layers=ctx.cache.layers, exact=none, num_exact=jnp.zeros(batch, jnp.int32))
+
+
+def check_tree(drafter: Drafter, tree: DraftTree) -> None:
+    """Checks, while a round is traced, that a proposed tree fits what its drafter announced.
+
+    Pages are granted by `slack`, results are laid out by `max_accept`: a tree beyond them would write into nowhere and lose
+    tokens without a word.
+
+    Raises:
+      ConfigError: the tree has more nodes than `slack` has slots, or a full path emits more than `max_accept` tokens; exact
+        tokens count in both.
+    """
+    nodes = drafter.num_exact + tree.num_nodes
+    if nodes > drafter.slack:
+        raise ConfigError(
+            f"{drafter.name}: a proposal of {nodes} nodes ({drafter.num_exact} of them exact tokens) does not fit its "
+            f"slack={drafter.slack}: slack must be at least as large"
+        )
+    emitted = drafter.num_exact + min(tree.max_depth, tree.num_nodes - 1) + 1
+    if emitted > drafter.max_accept:
+        raise ConfigError(
+            f"{drafter.name}: a tree of depth {tree.max_depth} and {drafter.num_exact} exact tokens can emit {emitted} tokens "
+            f"a round, more than max_accept={drafter.max_accept}: max_accept must be at least as large"
+        )

@@ -122,11 +122,12 @@ class DFlashDrafter(Drafter):
         batch = base.shape[0]
         tokens = jnp.full((batch, size), self.draft.mask_token_id, jnp.int32).at[:, 0].set(ctx.bonus)
         positions = base[:, None] + jnp.arange(size)
-        slots = find_slots(ctx.cache.page_table, layers[0].k.shape[1], positions, jnp.ones((batch, size), bool))
+        valid = jnp.broadcast_to(ctx.active[:, None], (batch, size))
         windows = [w if self.window is None else min(self.window, w or self.window) for w in c.windows]
         attends = [
-            PagedAttend(
-                ctx.cache.page_table, base, slots, self.visible(own, causal, batch), positions, positions, self.sink
+            PagedAttend.behind(
+                ctx.cache.page_table, base, layers[0].k.shape[1], positions, valid, positions,
+                self.visible(own, causal, batch), sink=self.sink,
             )
             for own, causal in zip(c.windows, self.draft.causal, strict=True)
         ]  # fmt: skip

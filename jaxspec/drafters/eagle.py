@@ -20,7 +20,7 @@ from jaxspec.drafters.eagle_config import EagleConfig, EagleOptions, check_targe
 from jaxspec.drafters.sampled_chain import sampled_chain
 from jaxspec.drafters.static_tree import StaticTree, grow_static
 from jaxspec.drafters.token_map import apply_token_map
-from jaxspec.kvcache import LayerKV, find_slots, init_layers
+from jaxspec.kvcache import LayerKV, init_layers
 from jaxspec.models.attend import PagedAttend
 from jaxspec.models.paged import beside_nothing, is_alone
 from jaxspec.tree import DraftTree, grow, pack_bits, top_k_probabilities
@@ -81,6 +81,11 @@ class EagleDrafter(Drafter):
         return 1
 
     @property
+    def key_lookahead(self) -> int:
+        """The same token stands in the pair's keys and values."""
+        return 1
+
+    @property
     def slack(self) -> int:
         """The tree's nodes in the target's cache, or the beams of all levels but the last in the head's."""
         scratch = self.topk * (self.num_steps - 1) if self.static_tree is None else self.static_tree.num_inner
@@ -133,19 +138,16 @@ class EagleDrafter(Drafter):
         visible: UInt32[Array, "B T W"] | None = None,
     ) -> tuple[Float[Array, "B T E"], tuple[LayerKV, ...]]:
         """One step of the head over the paged cache; arguments as for `models.paged.paged_forward`."""
-        base = ctx.cache.length
-        if inflight_positions is None:
-            inflight_positions = jnp.where(valid, positions, -1)
         alone = is_alone(tokens)
         if alone:
             tokens = jnp.broadcast_to(tokens, (1, 2))
             hidden, positions, valid, inflight_positions, visible = beside_nothing(
                 hidden, positions, valid, inflight_positions, visible
             )
-        T = tokens.shape[1]
-        index = base[:, None] + inflight_positions.shape[1] - T + jnp.arange(T)
-        slots = find_slots(ctx.cache.page_table, layers[0].k.shape[1], index, valid)
-        attend = PagedAttend(ctx.cache.page_table, base, slots, visible, positions, inflight_positions, self.sink)
+        cache, page_size = ctx.cache, layers[0].k.shape[1]
+        attend = PagedAttend.behind(
+            cache.page_table, cache.length, page_size, positions, valid, inflight_positions, visible, sink=self.sink
+        )
         embedding = eagle_model.embed(params, self.draft, ctx.params, tokens)
         out, layers = eagle_model.step(params, self.draft, embedding, hidden, positions, attend, layers, self.window)
         return out[:, :1] if alone else out, layers
@@ -177,9 +179,8 @@ class EagleDrafter(Drafter):
         base = ctx.cache.length[:, None]
         hidden = jnp.take_along_axis(hidden, parent[..., None], 1)
         positions = jnp.broadcast_to(base + level, tokens.shape)
-        out, layers = self.run(
-            params, ctx, tokens, hidden, layers, positions, jnp.ones(tokens.shape, bool), base + jnp.array(levels), visible
-        )
+        valid = jnp.broadcast_to(ctx.active[:, None], tokens.shape)
+        out, layers = self.run(params, ctx, tokens, hidden, layers, positions, valid, base + jnp.array(levels), visible)
         return out, (layers, out)
 
     def grow(self, params, state: EagleState, ctx: RoundContext) -> tuple[DraftTree, tuple[LayerKV, ...]]:

@@ -31,7 +31,7 @@ from jaxspec.drafters import mtp_model
 from jaxspec.drafters.base import Drafter, Proposal, RoundContext
 from jaxspec.drafters.mtp_config import MtpConfig
 from jaxspec.drafters.sampled_chain import sampled_chain
-from jaxspec.kvcache import LayerKV, find_slots, init_layers
+from jaxspec.kvcache import LayerKV, init_layers
 from jaxspec.models.attend import PagedAttend
 from jaxspec.tree import DraftTree, chain, grow, pack_bits, top_k
 
@@ -87,6 +87,21 @@ class MtpDrafter(Drafter):
         return 1
 
     @property
+    def num_used(self) -> int:
+        """Layers in use."""
+        return min(self.num_steps, self.draft.num_layers) if self.layer_per_step else 1
+
+    @property
+    def key_lookahead(self) -> int:
+        """Layer s reads the token at p + 1 + s."""
+        return self.num_used
+
+    @property
+    def separate_blocks(self) -> bool:
+        """The last rows of later layers are computed with drafts and repaired from the memory that the state holds."""
+        return self.num_used == 1
+
+    @property
     def slack(self) -> int:
         """The tree's nodes in the target's cache, or the beams of all levels but the last in the layer's."""
         return max(self.num_draft_tokens, self.topk * (self.num_steps - 1), 1)
@@ -100,7 +115,7 @@ class MtpDrafter(Drafter):
         """Empty pools; their type is the cache's, that of the hidden state the layers' own."""
         del max_len
         c, dtype_of_state = self.draft.layers, mtp_model.compute_dtype(params)
-        used = min(self.num_steps, self.draft.num_layers) if self.layer_per_step else 1
+        used = self.num_used
         pools = init_layers(used, num_pages, page_size, c.num_kv_heads, c.key_head_dim, c.value_head_dim, dtype)
         return MtpState(
             layers=pools,
@@ -186,12 +201,8 @@ class MtpDrafter(Drafter):
         visible: UInt32[Array, "B T W"] | None = None,
     ) -> mtp_model.Step:
         """One layer over the paged cache; the other arguments as for `models.paged.paged_forward`."""
-        if inflight_positions is None:
-            inflight_positions = jnp.where(valid, positions, -1)
-        T, table = tokens.shape[1], ctx.cache.page_table
-        index = base[:, None] + inflight_positions.shape[1] - T + jnp.arange(T)
-        slots = find_slots(table, pool.k.shape[1], index, valid)
-        attend = PagedAttend(table, base, slots, visible, positions, inflight_positions, self.sink)
+        table, page_size = ctx.cache.page_table, pool.k.shape[1]
+        attend = PagedAttend.behind(table, base, page_size, positions, valid, inflight_positions, visible, sink=self.sink)
         embedding = mtp_model.embed(params, self.draft, ctx.params, ctx.config, tokens, positions)
         return mtp_model.step(params, self.draft, layer, embedding, hidden, positions, attend, pool, self.window)
 
@@ -220,7 +231,7 @@ class MtpDrafter(Drafter):
     def in_turn(self, params, state: MtpState, ctx: RoundContext) -> tuple[Int[Array, "B n"], tuple[LayerKV, ...]]:
         """At least num_steps drafts: those of the catch-up pass, then those of the layers fed with what they drafted."""
         batch, used = state.drafts.shape
-        row, count = jnp.arange(batch)[:, None], jnp.full(batch, used)
+        row, count = jnp.arange(batch)[:, None], jnp.where(ctx.active, used, 0)
         drafts = [state.drafts]
         while len(drafts) * used < self.num_steps:
             state = self.feed(params, state, ctx, state.drafts, state.hidden, count)
@@ -237,7 +248,8 @@ class MtpDrafter(Drafter):
         base, (batch, k) = ctx.cache.length, tokens.shape
         hidden = jnp.take_along_axis(hidden, parent[..., None], 1)
         entries = base[:, None] + jnp.arange((level + 1) * k)[None] // k
-        positions, valid = jnp.broadcast_to(base[:, None] + level, (batch, k)), jnp.ones((batch, k), bool)
+        positions = jnp.broadcast_to(base[:, None] + level, (batch, k))
+        valid = jnp.broadcast_to(ctx.active[:, None], (batch, k))
         out = self.run(params, ctx, 0, tokens, hidden, pool, base, positions, valid, entries, visible)
         recycled = self.recycled(out)
         return recycled, (out.cache, recycled)

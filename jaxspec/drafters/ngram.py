@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -15,8 +13,7 @@ from jaxspec.drafters.base import Drafter, Proposal, RoundContext
 from jaxspec.drafters.ngram_config import NgramConfig
 from jaxspec.drafters.ngram_history import NgramHistory, corpus_share
 from jaxspec.drafters.ngram_lookup import (
-    CorpusArrays,
-    TrieArrays,
+    HistoryArrays,
     build_tree,
     chain_candidates,
     corpus_candidates,
@@ -32,36 +29,18 @@ from jaxspec.tree import DraftTree, chain
 DEFAULT_NUM_DRAFT_TOKENS = 12
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["trie", "corpora"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class NgramState:
-    """Earlier outputs and corpora on the device.
-
-    The one exception to the rule that every leaf of a state has the batch in front or is a page pool: these arrays are
-    shared by all sequences and never written by a program, so that moving rows leaves them alone.
-    """
-
-    trie: TrieArrays
-    corpora: tuple[CorpusArrays, ...]
-
-
-def device_state(history: NgramHistory) -> NgramState:
-    """A history's contents on the device, fresh arrays at each call (a program may take over their memory)."""
-    return jax.tree.map(lambda x: jnp.array(x, copy=True), NgramState(*history.arrays()))
-
-
 @dataclasses.dataclass(frozen=True)
 class NgramDrafter(Drafter):
     """Proposes what followed earlier occurrences of the text's last tokens.
 
-    Without `use_trie` the tree is one chain, the continuation of the longest match in the request's own text, so that
-    accepted KV never moves; the state is empty. With it, the state is an `NgramState`.
+    Its parameters are the history's `HistoryArrays`, which the host replaces between programs, or None. Without a history
+    the tree is one chain, the continuation of the longest match in the request's own text, so that accepted KV never moves.
+    There is no state.
     """
 
     name: ClassVar[str] = "NGRAM"
     num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS
     config: NgramConfig = NgramConfig()
-    use_trie: bool = False
 
     def __post_init__(self):
         self.config.check_num_draft_tokens(self.num_draft_tokens)
@@ -76,32 +55,17 @@ class NgramDrafter(Drafter):
         """A tree that is one chain, and the new bonus token."""
         return self.num_draft_tokens
 
-    def init(self, params, batch: int, num_pages: int, page_size: int, max_len: int, dtype):
-        """An empty trie, or nothing; `refresh` fills it."""
-        del params, batch, num_pages, page_size, max_len, dtype
-        return device_state(NgramHistory(self.config)) if self.use_trie else ()
-
-    def propose(self, params, state, ctx: RoundContext) -> Proposal:
+    def propose(self, params: HistoryArrays | None, state, ctx: RoundContext) -> Proposal:
         """Matches on the device; see `propose_tree`."""
-        del params
-        return self.proposal(propose_tree(self, state, ctx.tokens, ctx.cache.length, ctx.bonus), state, ctx)
-
-    def refresh(self, state, history: NgramHistory | None):
-        """Puts the history's present contents into the state. Another number of corpora makes another program.
-
-        Raises ConfigError if the history was made with another configuration, or if the drafter has no use for one.
-        """
-        if history is None:
-            return state
-        if not self.use_trie:
-            raise ConfigError("an NgramHistory needs a drafter made with use_trie=True")
-        if history.config != self.config:
-            raise ConfigError(f"the history was made with {history.config}, the drafter with {self.config}: use the same")
-        return device_state(history)
+        return self.proposal(propose_tree(self, params, ctx.tokens, ctx.cache.length, ctx.bonus), state, ctx)
 
 
 def propose_tree(
-    drafter: NgramDrafter, state, tokens: Int[Array, "B L"], length: Int[Array, " B"], bonus: Int[Array, " B"]
+    drafter: NgramDrafter,
+    history: HistoryArrays | None,
+    tokens: Int[Array, "B L"],
+    length: Int[Array, " B"],
+    bonus: Int[Array, " B"],
 ) -> DraftTree:
     """The tree for texts whose bonus token stands at index `length`: the root alone where nothing matches.
 
@@ -113,32 +77,21 @@ def propose_tree(
     depth, batch = config.max_trie_depth, tokens.shape[0]
     path, matched = match_own_tokens(tokens, length, depth=depth, num_drafts=count)
     valid = jnp.broadcast_to(matched[:, None] > 0, path.shape)
-    if not drafter.use_trie:
+    if history is None:
         nodes = jnp.concatenate([bonus[:, None], path], 1)
         return chain(nodes, jnp.pad(valid, ((0, 0), (1, 0)), constant_values=True))
 
     found = chain_candidates(path[:, None], valid[:, None])
-    grown = grow_anchors(state.trie, find_anchors(state.trie, tokens, length, depth), config, count)
+    grown = grow_anchors(history.trie, find_anchors(history.trie, tokens, length, depth), config, count)
     lengths = jnp.concatenate([matched[:, None], jnp.broadcast_to(jnp.arange(1, depth + 1), (batch, depth))], 1)
     groups = jnp.argsort(-lengths, axis=1, stable=True)
     order = (groups[..., None] * count + jnp.arange(count)).reshape(batch, -1)
-    share = corpus_share(config, len(state.corpora))
-    parts = [keep_first(reorder(join([found, grown]), order), count - share * len(state.corpora))]
-    for corpus in state.corpora:
+    share = corpus_share(config, len(history.corpora))
+    parts = [keep_first(reorder(join([found, grown]), order), count - share * len(history.corpora))]
+    for corpus in history.corpora:
         if share:
             parts.append(keep_first(corpus_candidates(corpus, tokens, length, config, count), share))
     return build_tree(bonus, join(parts), drafter.num_draft_tokens)
-
-
-def ngram_drafter(num_draft_tokens: int, config: NgramConfig, use_trie: bool = False) -> NgramDrafter:
-    """The drafter for these parameters. Raises ConfigError where they do not fit each other.
-
-    Args:
-      num_draft_tokens: nodes of the tree, root included.
-      config: what to match and how wide to branch.
-      use_trie: whether an `NgramHistory` will be given to `refresh`; if not, its part is not compiled.
-    """
-    return NgramDrafter(num_draft_tokens=num_draft_tokens, config=config, use_trie=use_trie)
 
 
 def resolve(spec: SpecConfig, config: ModelConfig, draft: NgramHistory | None) -> SpecConfig:
@@ -157,14 +110,13 @@ def resolve(spec: SpecConfig, config: ModelConfig, draft: NgramHistory | None) -
     return dataclasses.replace(spec, num_draft_tokens=nodes, options=options)
 
 
-def history(target, draft: NgramHistory | None, spec: SpecConfig) -> NgramHistory | None:
-    """The history to draft from: the one given, or a new one when `spec` names an external corpus."""
-    if draft is not None or spec.options.external_corpus_path is None:
-        return draft
-    return NgramHistory(spec.options, target.tokenizer)
+def build(target, draft: NgramHistory | None, spec: SpecConfig) -> tuple[NgramDrafter, HistoryArrays | None]:
+    """The drafter and the history's present contents as its parameters.
 
-
-def build(target, draft: NgramHistory | None, spec: SpecConfig) -> tuple[NgramDrafter, None]:
-    """The drafter, with the trie where there is a history."""
-    del target
-    return ngram_drafter(spec.num_draft_tokens, spec.options, use_trie=draft is not None), None
+    What has not changed since the last call stays on the device. Another number of corpora, or a corpus of another size,
+    makes another program; more or fewer n-grams do not. Without a history, one is made when `spec` names an external corpus.
+    """
+    if draft is None and spec.options.external_corpus_path is not None:
+        draft = NgramHistory(spec.options, target.tokenizer)
+    drafter = NgramDrafter(num_draft_tokens=spec.num_draft_tokens, config=spec.options)
+    return drafter, None if draft is None else draft.arrays()

@@ -6,10 +6,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
+
 from jaxspec.config import ConfigError
 from jaxspec.drafters.ngram_config import NgramConfig
 from jaxspec.drafters.ngram_corpus import Corpus, CorpusError, read_jsonl, tokenize
-from jaxspec.drafters.ngram_lookup import CorpusArrays, TrieArrays, export_corpus, export_trie
+from jaxspec.drafters.ngram_lookup import CorpusArrays, HistoryArrays, TrieArrays, export_corpus, export_trie
 from jaxspec.drafters.ngram_trie import MatchTree, NgramTrie
 
 
@@ -42,7 +45,8 @@ class NgramHistory:
         self.config = NgramConfig() if config is None else config
         self.trie = NgramTrie(self.config)
         self.corpora: dict[str, Corpus] = {}
-        self._exported: tuple[int, TrieArrays] | None = None
+        self._trie_on_device: tuple[int, TrieArrays] | None = None
+        self._corpora_on_device: dict[str, tuple[Corpus, CorpusArrays]] = {}
         if self.config.external_corpus_path is not None:
             if tokenizer is None:
                 raise ConfigError(f"external_corpus_path={self.config.external_corpus_path!r} needs a tokenizer")
@@ -89,11 +93,18 @@ class NgramHistory:
             raise CorpusError(f"no corpus has the id {corpus_id!r}; there are: {', '.join(sorted(self.corpora)) or 'none'}")
         del self.corpora[corpus_id]
 
-    def arrays(self) -> tuple[TrieArrays, tuple[CorpusArrays, ...]]:
-        """The contents as NumPy arrays for the device, corpora by id; the trie is exported again only after an insertion."""
-        if self._exported is None or self._exported[0] != self.trie.version:
-            self._exported = (self.trie.version, export_trie(self.trie))
-        return self._exported[1], tuple(export_corpus(corpus) for _, corpus in sorted(self.corpora.items()))
+    def arrays(self) -> HistoryArrays:
+        """The present contents on the device, corpora by id. What has not changed since the last call is the same arrays."""
+        if self._trie_on_device is None or self._trie_on_device[0] != self.trie.version:
+            self._trie_on_device = (self.trie.version, jax.tree.map(jnp.asarray, export_trie(self.trie)))
+        there = {}
+        for name, corpus in sorted(self.corpora.items()):
+            known = self._corpora_on_device.get(name)
+            if known is None or known[0] is not corpus:
+                known = (corpus, jax.tree.map(jnp.asarray, export_corpus(corpus)))
+            there[name] = known
+        self._corpora_on_device = there
+        return HistoryArrays(self._trie_on_device[1], tuple(arrays for _, arrays in there.values()))
 
     def match(self, context: Sequence[int], num_draft_tokens: int) -> MatchTree:
         """The draft tree that the host would propose: SGLang's, with nothing of the request's own text but what was inserted.

@@ -80,6 +80,15 @@ class CorpusArrays:
     size: Int[Array, ""]
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["trie", "corpora"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class HistoryArrays:
+    """What a history holds, read-only and shared by all sequences: the parameters of an NGRAM drafter."""
+
+    trie: TrieArrays
+    corpora: tuple[CorpusArrays, ...]
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["token", "path", "above", "valid"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Candidates:

@@ -43,7 +43,8 @@ class PEagleDrafter(EagleDrafter):
     ) -> PEagleState:
         """Runs the first `count` pairs and the mask slots behind them, and keeps what the next proposal needs.
 
-        The slots' entries lie behind the committed ones, where the next pass overwrites them.
+        The slots' entries lie behind the committed ones, where the next pass overwrites them. A row whose text goes on in
+        another row of this program has no slots: that row's pairs stand there.
         """
         batch, T = tokens.shape
         masks = self.num_steps - 1
@@ -53,7 +54,8 @@ class PEagleDrafter(EagleDrafter):
         mask_hidden = eagle_model.project(params, self.draft, params["mask_hidden"][None, None])
         hidden = jnp.pad(eagle_model.project(params, self.draft, features), ((0, 0), (0, masks), (0, 0)))
         hidden = jnp.where(is_pair[..., None], hidden, mask_hidden)
-        valid = (order < count[:, None] + masks) & (count > 0)[:, None]
+        ends = count > 0 if ctx.continued is None else (count > 0) & ~ctx.continued
+        valid = is_pair | (ends[:, None] & (order < count[:, None] + masks))
         out, layers = self.run(params, ctx, tokens, hidden, state.layers, ctx.cache.length[:, None] + order, valid)
         rows = jnp.maximum(count - 1, 0)[:, None] + jnp.arange(self.num_steps)
         last = jnp.take_along_axis(out, rows[..., None], 1).astype(state.hidden.dtype)

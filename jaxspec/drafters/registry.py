@@ -142,13 +142,6 @@ def check_fields(kind: Kind, spec: SpecConfig) -> None:
         raise ConfigError(f"{lossy[0]}={getattr(spec, lossy[0])} has no effect with algorithm={name!r}: leave it unset{hint}")
 
 
-def history(algorithm: str | Drafter, target, draft, spec: SpecConfig) -> Any:
-    """What `build` and `Drafter.refresh` get as the draft: for n-grams with a corpus a history that holds it."""
-    if find(algorithm).name != "NGRAM":
-        return draft
-    return imported("jaxspec.drafters.ngram:history")(target, draft, spec)
-
-
 def build(algorithm: str | Drafter, target, draft, spec: SpecConfig) -> tuple[Drafter, Any]:
     """The drafter and its parameter tree.
 
@@ -180,5 +173,5 @@ def prepare(algorithm: str | Drafter, params, draft, spec: SpecConfig) -> tuple[
     """
     algorithm, draft = choose(algorithm, params, draft)
     spec = resolve(algorithm, spec, params.config, draft)
-    drafter, tree = build(algorithm, params, history(algorithm, params, draft, spec), spec)
+    drafter, tree = build(algorithm, params, draft, spec)
     return find(algorithm).name, spec, drafter, tree

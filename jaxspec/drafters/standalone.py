@@ -61,12 +61,15 @@ class StandaloneDrafter(Drafter):
         return StandaloneState(layers, jnp.zeros((batch, self.topk)), jnp.zeros((batch, self.topk), jnp.int32))
 
     def prefill(self, params, state, ctx: RoundContext, tokens, following, features, n_valid) -> StandaloneState:
-        """Feeds the chunk and the token behind it (which the next chunk feeds again, with the same result)."""
+        """Feeds the chunk and the token behind it, which the next chunk feeds again, with the same result.
+
+        Where the text goes on in another row of this program, that row feeds it and this one does not.
+        """
         del features
         order = jnp.arange(tokens.shape[1] + 1)[None]
         rows = jnp.where(order < n_valid[:, None], jnp.pad(tokens, ((0, 0), (0, 1))), following[:, :1])
-        count = jnp.where(n_valid > 0, n_valid + 1, 0)
-        return self.feed(params, state, ctx, ctx.cache.length, rows, count)
+        ends = n_valid > 0 if ctx.continued is None else (n_valid > 0) & ~ctx.continued
+        return self.feed(params, state, ctx, ctx.cache.length, rows, n_valid + ends)
 
     def update(self, params, state, ctx: RoundContext, accepted, features, n_accepted) -> StandaloneState:
         """Feeds what was emitted, behind the old bonus token."""
@@ -103,7 +106,7 @@ class StandaloneDrafter(Drafter):
             entries = base[:, None] + jnp.arange((level + 1) * k)[None] // k
             out = paged_forward(
                 params, self.draft, decoder.embed(params, self.draft, tokens), layers, ctx.cache.page_table, base,
-                jnp.broadcast_to(base[:, None] + level, (batch, k)), jnp.ones((batch, k), bool),
+                jnp.broadcast_to(base[:, None] + level, (batch, k)), jnp.broadcast_to(ctx.active[:, None], (batch, k)),
                 inflight_positions=entries, visible=visible,
             )  # fmt: skip
             probs, ids = self.best(params, out.hidden)

@@ -93,7 +93,8 @@ class UnoDrafter(Drafter):
             scores = jax.nn.log_softmax(drafts / ctx.sampling.temperature[:, None, None], axis=-1)
             best, ids = top_k(scores, self.topk)
             tree = best_first(exact, best, ids.astype(jnp.int32), num_nodes=self.num_draft_tokens)
-        return Proposal(tree=tree, state=state, layers=layers, exact=exact[:, None], num_exact=jnp.ones_like(exact))
+        num_exact = ctx.active.astype(jnp.int32)
+        return Proposal(tree=tree, state=state, layers=layers, exact=exact[:, None], num_exact=num_exact)
 
     def run(self, params, ctx: RoundContext, noise: Int[Array, "B n"]) -> tuple[Float[Array, "B T V"], tuple[LayerKV, ...]]:
         """The pass over [bonus, noise …] at positions length, length + 1, …: raw logits of all rows, the target's pools."""
@@ -103,7 +104,7 @@ class UnoDrafter(Drafter):
         target = uno_model.adapted(ctx.params, params, self.adapter.scale, (rows > 0)[..., None], self.adapter)
         out = paged_forward(
             target, config, decoder.embed(ctx.params, config, tokens), ctx.cache.layers, ctx.cache.page_table, base,
-            base[:, None] + rows, jnp.ones(rows.shape, bool),
+            base[:, None] + rows, jnp.broadcast_to(ctx.active[:, None], rows.shape),
         )  # fmt: skip
         return decoder.unembed(ctx.params, config, out.hidden, exact=True), out.layers
 

@@ -6,10 +6,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec.fused_attention import Implementation, causal_rows, serves
-from jaxspec.kvcache import LayerKV, Slots, write
+from jaxspec.kvcache import LayerKV, Slots, find_slots, write
 from jaxspec.models.decoder import Attend
 from jaxspec.models.layers import product_and_hidden
 from pallas_kernels import gated_rope_write, groups_queries, rope_write, tree_attention
@@ -32,6 +32,39 @@ class PagedAttend:
     inflight_positions: Int[Array, "B M"]
     sink: int = 0
     fresh: Implementation | None = None
+
+    @classmethod
+    def behind(
+        cls,
+        page_table: Int[Array, "B N"],
+        base: Int[Array, " B"],
+        page_size: int,
+        positions: Int[Array, "B T"],
+        valid: Bool[Array, "B T"],
+        inflight_positions: Int[Array, "B M"] | None = None,
+        visible: UInt32[Array, "B T W"] | None = None,
+        *,
+        sink: int = 0,
+        fresh: Implementation | None = None,
+    ) -> PagedAttend:
+        """Rows whose entries are the last T of those in flight, which lie one after another behind the `base` committed ones.
+
+        Args:
+          page_table: pages of every sequence.
+          base: committed positions that every row sees.
+          page_size: S, slots a page.
+          positions: logical positions of the rows.
+          valid: rows that exist; the others write nothing and their output means nothing.
+          inflight_positions: positions of all M >= T entries behind `base`, -1 for entries that do not exist; None when the
+            rows are the only ones.
+          visible, sink, fresh: see the class.
+        """
+        if inflight_positions is None:
+            inflight_positions = jnp.where(valid, positions, -1)
+        T = positions.shape[1]
+        index = base[:, None] + inflight_positions.shape[1] - T + jnp.arange(T)
+        slots = find_slots(page_table, page_size, index, valid)
+        return cls(page_table, base, slots, visible, positions, inflight_positions, sink, fresh)
 
     def __call__(self, layer: LayerKV, q, k, v, **options) -> tuple[Array, LayerKV]:
         """An `Attend`."""

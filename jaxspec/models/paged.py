@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec.config import ModelConfig
 from jaxspec.fused_attention import Implementation
-from jaxspec.kvcache import LayerKV, find_slots
+from jaxspec.kvcache import LayerKV
 from jaxspec.models import decoder
 from jaxspec.models.attend import PagedAttend
 from jaxspec.tree import num_words
@@ -38,7 +38,7 @@ def paged_forward(
       layers, page_table: its cache.
       base: committed positions that every row sees.
       positions: logical positions of the rows.
-      valid: rows that exist; the others write to the scratch page and their output means nothing.
+      valid: rows that exist; the others write nothing and their output means nothing.
       inflight_positions: positions of all M >= T entries behind `base`, the rows being the last T of them, -1 for
         entries that do not exist; None when the rows are the only ones.
       visible: see `pallas_kernels.tree_attention`; None for causal order.
@@ -46,15 +46,11 @@ def paged_forward(
       fresh: see `PagedAttend`; for causal rows alone, behind no committed ones.
       rows: see `decoder.decode`.
     """
-    if inflight_positions is None:
-        inflight_positions = jnp.where(valid, positions, -1)
     alone = is_alone(x)
     if alone:
         x, positions, valid, inflight_positions, visible = beside_nothing(x, positions, valid, inflight_positions, visible)
-    T = x.shape[1]
-    index = base[:, None] + inflight_positions.shape[1] - T + jnp.arange(T)
-    slots = find_slots(page_table, layers[0].k.shape[1], index, valid)
-    attend = PagedAttend(page_table, base, slots, visible, positions, inflight_positions, fresh=fresh)
+    page_size = layers[0].k.shape[1]
+    attend = PagedAttend.behind(page_table, base, page_size, positions, valid, inflight_positions, visible, fresh=fresh)
     out = decoder.decode(params, config, x, positions, attend, layers, taps, rows)
     if alone:
         out = out._replace(hidden=out.hidden[:, :1], features=None if out.features is None else out.features[:, :1])
@@ -74,6 +70,8 @@ def beside_nothing(
     XLA:GPU turns small products of one row into element-wise products and sums, which leave most of the chip idle (25 us a
     layer of a 1B model on an H200), and norms of one row into two kernels.
     """
+    if inflight_positions is None:
+        inflight_positions = jnp.where(valid, positions, -1)
     if visible is not None:  # one more entry may need one more word
         words = num_words(inflight_positions.shape[1] + 1)
         visible = jnp.pad(visible, ((0, 0), (0, 1), (0, words - visible.shape[2])))

@@ -63,7 +63,7 @@ def with_drafts(**drafts) -> jaxspec.ModelParams:
 
 SAME = Row("same", 3, 1, 4)
 SETS = [PromptSet("a", ((3, 4, 5), (7, 8))), PromptSet("b", ((9,), (10, 11, 12, 13)))]
-SETTINGS = Settings(timed_temperatures=(0.0,), new_tokens=12, batch=4, timed=1, repeats=2, prompts=2, threads=2).fitted(SETS)
+SETTINGS = Settings(timed_temperatures=(0.0,), new_tokens=12, batch=4, timed=1, repeats=2, prompts=2, threads=2)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from jaxspec.benchmarking.simulated import SimulatedAcceptance
 from jaxspec.config import ConfigError
 from jaxspec.sampling import SamplingParams, row_keys, sampling_state
 from jaxspec.tree import chain, from_parents, root_only
-from jaxspec.verify import accept
+from jaxspec.verify import Verifier
 
 VOCAB = 16
 # 0 ─ 1 ─ 3 ─ 5, 0 ─ 2 ─ 4: the deepest node is 5.
@@ -74,7 +74,7 @@ def test_a_real_acceptance_of_the_wanted_length_is_reproduced_exactly():
     logits = jnp.zeros((1, 4, VOCAB)).at[:, :, 7].set(1.0)
     sampling = sampling_state([SamplingParams(temperature=0.0)], VOCAB, [[]], [True])
     arguments = (tree, logits, sampling, row_keys([0]), jnp.array([5]))
-    for ours, real in zip(jax.jit(SimulatedAcceptance(4))(*arguments), jax.jit(accept)(*arguments), strict=True):
+    for ours, real in zip(jax.jit(SimulatedAcceptance(4))(*arguments), jax.jit(Verifier())(*arguments), strict=True):
         np.testing.assert_array_equal(ours, real)
 
 

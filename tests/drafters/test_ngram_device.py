@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxspec.config import ConfigError
-from jaxspec.drafters.ngram import NgramDrafter, device_state, ngram_drafter, propose_tree
+from jaxspec.drafters.ngram import NgramDrafter, propose_tree
 from jaxspec.drafters.ngram_config import NgramConfig
 from jaxspec.drafters.ngram_history import NgramHistory
 from jaxspec.drafters.ngram_lookup import build_tree, find_anchors, grow_anchors, reorder
@@ -69,7 +68,7 @@ def test_device_trie_equals_host_trie(match_type, history_texts, rows, num_draft
     history = NgramHistory(config)
     for text in history_texts:
         history.insert(text)
-    trie = device_state(history).trie
+    trie = history.arrays().trie
     tree = trie_matcher(config, num_draft_tokens)(trie, *pad(rows))
     for b, row in enumerate(rows):
         assert paths_of(tree, b) == history.match(row, num_draft_tokens).paths()
@@ -77,19 +76,21 @@ def test_device_trie_equals_host_trie(match_type, history_texts, rows, num_draft
 
 @lru_cache
 def proposer(drafter: NgramDrafter):
-    return jax.jit(lambda state, tokens, last: propose_tree(drafter, state, tokens, last, tokens[jnp.arange(len(last)), last]))
+    return jax.jit(
+        lambda history, tokens, last: propose_tree(drafter, history, tokens, last, tokens[jnp.arange(len(last)), last])
+    )
 
 
 @pytest.mark.parametrize("match_type", ["BFS", "PROB"])
 @settings(max_examples=25, deadline=None)
 @given(history_texts=texts, rows=contexts)
 def test_own_text_and_trie_share_the_tree(match_type, history_texts, rows):
-    drafter = ngram_drafter(9, config_of(match_type), use_trie=True)
+    drafter = NgramDrafter(9, config_of(match_type))
     history = NgramHistory(drafter.config)
     for text in history_texts:
         history.insert(text)
     tokens, last = pad(rows)
-    tree = proposer(drafter)(drafter.refresh(drafter.init(None, 3, 1, 1, WIDTH, None), history), tokens, last)
+    tree = proposer(drafter)(history.arrays(), tokens, last)
     own, matched = match_own_tokens(tokens, last, depth=5, num_drafts=8)
     for b, row in enumerate(rows):
         found, anchors = paths_of(tree, b), history.trie.anchors(row)
@@ -103,13 +104,12 @@ def test_own_text_and_trie_share_the_tree(match_type, history_texts, rows):
 
 def test_without_history_the_tree_is_the_own_chain_alone():
     tokens, last = pad([[1, 2, 3, 1, 2], [1, 2, 3]])
-    plain = ngram_drafter(5, config_of("BFS"))
-    tree = proposer(plain)((), tokens, last)
+    drafter = NgramDrafter(5, config_of("BFS"))
+    tree = proposer(drafter)(None, tokens, last)
     assert tree.is_chain and tree.max_depth == 4
     assert tree.tokens[0].tolist() == [2, 3, 1, 2, 3]
     assert tree.valid.tolist() == [[True] * 5, [True] + [False] * 4]
-    empty = ngram_drafter(5, config_of("BFS"), use_trie=True)
-    other = proposer(empty)(empty.init(None, 2, 1, 1, WIDTH, None), tokens, last)
+    other = proposer(drafter)(NgramHistory(drafter.config).arrays(), tokens, last)
     assert not other.is_chain
     assert paths_of(other, 0) == paths_of(tree, 0) and paths_of(other, 1) == set()
 
@@ -119,7 +119,7 @@ def test_a_device_trie_that_is_too_small_keeps_the_recent_part():
     history = NgramHistory(config)
     history.insert([1, 2, 3, 4])
     history.insert([5, 6, 7])
-    tree = trie_matcher(config, 4)(device_state(history).trie, *pad([[5], [1], [6]]))
+    tree = trie_matcher(config, 4)(history.arrays().trie, *pad([[5], [1], [6]]))
     assert paths_of(tree, 0) == {(6,), (6, 7)} and paths_of(tree, 2) == {(7,)}
     assert paths_of(tree, 1) <= history.match([1], 4).paths()
 
@@ -131,9 +131,7 @@ def test_corpora_take_their_reserved_nodes():
     words = {"a": [2, 3, 40, 41, 42], "b": [2, 3, 50, 51, 52], "c": [3, 60]}
     history.add_corpus(["a", "b"], words.__getitem__, "first")
     history.add_corpus(["c"], words.__getitem__, "second")
-    drafter = ngram_drafter(8, config, use_trie=True)
-    state = drafter.refresh(drafter.init(None, 2, 1, 1, WIDTH, None), history)
-    tree = proposer(drafter)(state, *pad([[9, 2, 3], [40, 41]]))
+    tree = proposer(NgramDrafter(8, config))(history.arrays(), *pad([[9, 2, 3], [40, 41]]))
     assert paths_of(tree, 0) == history.match([9, 2, 3], 8).paths()
     assert paths_of(tree, 0) == {(7,), (7, 8), (7, 8, 9), (50,), (40,), (60,)}
     assert paths_of(tree, 1) == {(42,)}
@@ -146,9 +144,8 @@ def test_corpus_on_the_device_continues_a_longest_match(documents, rows):
     config = config_of("BFS", external_sam_budget=3)
     history = NgramHistory(config)
     history.add_corpus([str(i) for i in range(len(documents))], lambda i: documents[int(i)])
-    drafter = ngram_drafter(9, config, use_trie=True)
     tokens, last = pad(rows)
-    tree = proposer(drafter)(drafter.refresh((), history), tokens, last)
+    tree = proposer(NgramDrafter(9, config))(history.arrays(), tokens, last)
     _, matched = match_own_tokens(tokens, last, depth=5, num_drafts=8)
     corpus = history.corpora["corpus"]
     for b, row in enumerate(rows):
@@ -161,21 +158,22 @@ def test_corpus_on_the_device_continues_a_longest_match(documents, rows):
         assert bool(found) == bool(all_children)
 
 
-def test_history_is_left_alone_when_the_state_is_used_up():
-    config = config_of("BFS")
-    drafter = ngram_drafter(4, config, use_trie=True)
-    history = NgramHistory(config)
+def test_what_has_not_changed_stays_on_the_device():
+    words = {"a": [2, 3, 40], "b": [2, 3, 50], "c": [7, 7]}
+    history = NgramHistory(config_of("BFS", external_sam_budget=3))
     history.insert([1, 2, 3])
-    use = jax.jit(lambda state: jax.tree.map(lambda x: x + 0, state), donate_argnums=0)
-    before = [np.asarray(x).copy() for x in jax.tree.leaves(use(drafter.refresh((), history)))]
-    after = jax.tree.leaves(drafter.refresh((), history))
-    assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
-    assert drafter.refresh("kept", None) == "kept"
+    history.add_corpus(["a"], words.__getitem__, "one")
+    history.add_corpus(["b"], words.__getitem__, "two")
+    first, again = history.arrays(), history.arrays()
+    assert all(x is y for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True))
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(first))
 
-
-def test_a_history_that_does_not_fit_is_refused():
-    history = NgramHistory(config_of("BFS"))
-    with pytest.raises(ConfigError, match="use_trie=True"):
-        ngram_drafter(4, history.config).refresh((), history)
-    with pytest.raises(ConfigError, match="the history was made with"):
-        ngram_drafter(4, config_of("PROB"), use_trie=True).refresh((), history)
+    history.insert([4, 5])
+    inserted = history.arrays()
+    assert inserted.trie is not first.trie and int(inserted.trie.child_count[0]) == 5
+    assert all(x is y for x, y in zip(inserted.corpora, first.corpora, strict=True))
+    history.remove_corpus("one")
+    assert history.arrays().corpora == (first.corpora[1],)
+    history.add_corpus(["c"], words.__getitem__, "one")
+    put_back = history.arrays().corpora
+    assert put_back[0].tokens[:2].tolist() == [7, 7] and put_back[1] is first.corpora[1]

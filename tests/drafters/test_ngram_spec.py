@@ -13,24 +13,27 @@ from jaxspec.drafters.ngram_history import NgramHistory
 from tests import tiny
 
 
-def test_a_corpus_in_the_parameters_is_loaded_once(tmp_path):
+def test_a_corpus_in_the_parameters_becomes_a_parameter_of_the_drafter(tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_text(json.dumps("abcd"))
     spec = SpecConfig(options=NgramConfig(external_corpus_path=str(path), external_sam_budget=2))
     spec = registry.resolve("NGRAM", spec, None)
     target = SimpleNamespace(tokenizer=lambda text: list(text.encode()))
-    history = ngram.history(target, None, spec)
-    assert list(history.corpora) == [str(path)] and history.match(list(b"b"), 8).paths() == {(99,), (99, 100)}
-    drafter, params = ngram.build(target, history, spec)
-    assert params is None and drafter.use_trie and drafter.num_draft_tokens == 12 and drafter.config == history.config
-    assert len(drafter.refresh((), history).corpora) == 1
+    drafter, params = ngram.build(target, None, spec)
+    assert drafter.num_draft_tokens == 12 and drafter.config.external_corpus_path == str(path)
+    assert [corpus.tokens[:4].tolist() for corpus in params.corpora] == [list(b"abcd")]
 
 
-def test_a_given_history_is_kept_and_none_is_made_without_a_corpus():
-    given = NgramHistory()
+def test_a_given_history_brings_its_own_match_parameters_and_contents():
     spec = registry.resolve("NGRAM", SpecConfig(num_draft_tokens=5), None)
-    assert ngram.history(None, given, spec) is given and ngram.history(None, None, spec) is None
-    assert not ngram.build(None, None, spec)[0].use_trie
+    assert ngram.build(None, None, spec) == (ngram.NgramDrafter(5), None)
+    given = NgramHistory(NgramConfig(max_trie_depth=3, device_nodes=64))
+    spec = registry.resolve("NGRAM", SpecConfig(num_draft_tokens=5), None, given)
+    drafter, params = ngram.build(None, given, spec)
+    assert drafter == ngram.NgramDrafter(5, given.config) and params.trie is given.arrays().trie
+    given.insert([1, 2])
+    same, later = ngram.build(None, given, spec)
+    assert same == drafter and later.trie is not params.trie
 
 
 def test_parameters_of_other_algorithms_are_refused():
