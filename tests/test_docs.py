@@ -19,8 +19,8 @@ HEAD = ["| parameter | SGLang's flag | default | meaning |", "|---|---|---|---|"
 
 def row(cls: type, field: dataclasses.Field, flag: str) -> str:
     """A line of a table."""
-    flag = cli.SGLANG_SPELLING.get(flag, flag.replace("_", "-"))
-    return f"| `{field.name}` | `--speculative-{flag}` | `{field.default}` | {field_help(cls)[field.name]} |"
+    flag = f"`--speculative-{cli.SGLANG_SPELLING.get(flag, flag.replace('_', '-'))}`" if flag != "options" else "see below"
+    return f"| `{field.name}` | {flag} | `{field.default}` | {field_help(cls)[field.name]} |"
 
 
 def parameter_table() -> str:
