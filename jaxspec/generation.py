@@ -19,7 +19,7 @@ from jaxspec.engine.messages import Failed, Limits, Request, SchedulerConfig
 from jaxspec.engine.text import Answer
 from jaxspec.kvcache import pages_for
 from jaxspec.requests import build_requests, whole_number
-from jaxspec.results import GenerationResult, Stats, acceptance
+from jaxspec.results import GenerationResult, result_of
 from jaxspec.round import Program
 from jaxspec.runtime import use_compilation_cache
 from jaxspec.sampling_params import SamplingParams
@@ -140,30 +140,9 @@ class Call:
 
     def result(self, i: int) -> GenerationResult:
         """The result of an answer that has ended."""
-        request, answer, spec = self.requests[i], self.answers[i], self.chosen.spec
-        from_draft, round_of, proposed_upto = answer.log()
-        decode_seconds = max(self.ended - max(self.first), 0.0)
-        in_rounds = int((round_of > 0).sum())
-        stats = Stats(
-            algorithm=self.drafter.name,
-            num_steps=spec.num_steps,
-            topk=spec.topk,
-            num_draft_tokens=spec.num_draft_tokens,
-            prompt_tokens=len(request.ids),
-            completion_tokens=len(answer.tokens),
-            prefill_seconds=max(self.first),
-            decode_seconds=decode_seconds,
-            compile_seconds=self.compile_seconds,
-            tokens_per_second=in_rounds / decode_seconds if decode_seconds else 0.0,
-            time_to_first_token=self.first[i],
-            **acceptance(
-                from_draft, round_of, proposed_upto, self.drafter.max_accept - 1 - self.drafter.num_exact,
-                self.drafter.target_passes,
-            ),
-        )  # fmt: skip
-        return GenerationResult(
-            text=answer.text, tokens=answer.tokens, finish_reason=answer.reason or "length", stats=stats,
-            from_draft=from_draft.tolist(), tokenizer=self.params.tokenizer,
+        return result_of(
+            self.requests[i], self.answers[i], self.drafter, self.chosen.spec, self.params.tokenizer, first=self.first[i],
+            all_first=max(self.first), ended=self.ended, compile_seconds=self.compile_seconds,
         )  # fmt: skip
 
 

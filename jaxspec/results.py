@@ -30,6 +30,9 @@ class Stats:
       compile_seconds: compilation during this call; 0 once the programs are known.
       tokens_per_second: tokens emitted by rounds / decode_seconds.
       time_to_first_token: seconds from the call until the first token was known on the host, compilation apart.
+      end_to_end_seconds: from the call until the answer was known, compilation apart.
+      cached_tokens: prompt tokens whose keys and values an earlier request had left.
+      num_retractions: how often the request lost its pages to others and was taken up again.
     """
 
     algorithm: str = "NONE"
@@ -50,6 +53,9 @@ class Stats:
     compile_seconds: float = 0.0
     tokens_per_second: float = 0.0
     time_to_first_token: float = 0.0
+    end_to_end_seconds: float = 0.0
+    cached_tokens: int = 0
+    num_retractions: int = 0
 
     def to_json(self) -> dict:
         """Plain JSON types under the same names."""
@@ -80,10 +86,12 @@ class GenerationResult:
     Attributes:
       text: the new text without the stop; None for a model without a tokenizer.
       tokens: the new token ids, a stop id included.
-      finish_reason: "stop" or "length".
+      finish_reason: "stop", "length" or "abort".
       stats: see `Stats`.
       from_draft: for each token, whether a draft proposed it (else the target alone chose it).
       tokenizer: the model's, or None.
+      rid: the request's name.
+      matched_stop: the stop id or stop string that ended it; None otherwise.
     """
 
     text: str | None
@@ -92,6 +100,8 @@ class GenerationResult:
     stats: Stats
     from_draft: list[bool] = field(default_factory=list)
     tokenizer: Any = field(default=None, compare=False)
+    rid: str = ""
+    matched_stop: int | str | None = None
 
     @property
     def pieces(self) -> list[str]:
@@ -137,3 +147,45 @@ def acceptance(
         "accept_by_depth": tuple(reached),
         "accepted_histogram": tuple(int(n) for n in histogram),
     }
+
+
+def result_of(
+    request: Any, answer: Any, drafter: Any, spec: Any, tokenizer: Any, *, first: float, all_first: float, ended: float,
+    compile_seconds: float = 0.0, cached_tokens: int = 0, num_retractions: int = 0,
+) -> GenerationResult:  # fmt: skip
+    """The result of an answer that has ended.
+
+    Args:
+      request, answer: the `engine.messages.Request` and the `engine.text.Answer`.
+      drafter, spec: what drafted, and its resolved parameters.
+      tokenizer: the model's, or None.
+      first, all_first, ended: seconds from the call until the answer's first token, those of all answers of its batch, and
+        its end were known, compilation apart.
+      compile_seconds, cached_tokens, num_retractions: see `Stats`.
+    """
+    from_draft, round_of, proposed_upto = answer.log()
+    decode_seconds = max(ended - all_first, 0.0)
+    in_rounds = int((round_of > 0).sum())
+    stats = Stats(
+        algorithm=drafter.name,
+        num_steps=spec.num_steps,
+        topk=spec.topk,
+        num_draft_tokens=spec.num_draft_tokens,
+        prompt_tokens=len(request.ids),
+        completion_tokens=len(answer.tokens),
+        prefill_seconds=all_first,
+        decode_seconds=decode_seconds,
+        compile_seconds=compile_seconds,
+        tokens_per_second=in_rounds / decode_seconds if decode_seconds else 0.0,
+        time_to_first_token=first,
+        end_to_end_seconds=ended,
+        cached_tokens=cached_tokens,
+        num_retractions=num_retractions,
+        **acceptance(
+            from_draft, round_of, proposed_upto, drafter.max_accept - 1 - drafter.num_exact, drafter.target_passes
+        ),
+    )  # fmt: skip
+    return GenerationResult(
+        text=answer.text, tokens=answer.tokens, finish_reason=answer.reason or "length", stats=stats,
+        from_draft=from_draft.tolist(), tokenizer=tokenizer, rid=request.rid, matched_stop=answer.matched_stop,
+    )  # fmt: skip

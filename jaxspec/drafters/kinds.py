@@ -24,7 +24,7 @@ from jaxspec.drafters.uno_config import UnoConfig, UnoOptions
 
 TREE = ("num_steps", "topk", "num_draft_tokens")
 VERIFICATIONS = ("target_only", "rejection", "block")
-"""The verifiers that need no draft probabilities, and those that need a chain with them."""
+"""The verifiers: the first takes any tree, the others a chain with draft probabilities."""
 
 Named = str | Callable[..., Any]
 """Something, or where it is: "module:name"."""
@@ -208,7 +208,7 @@ def register(kind: Kind) -> Kind:
             raise ConfigError(f"head={kind.head!r} of {kind.name} is that of {other.name}")
         theirs = other.options.flags()
         for flag, field in kind.options.flags().items():
-            if flag in theirs and repr(theirs[flag]) != repr(field):
+            if flag in theirs and (theirs[flag].type, theirs[flag].default) != (field.type, field.default):
                 raise ConfigError(f"the option {flag} of {kind.name} means something else than that of {other.name}")
     KINDS[kind.name] = kind
     return kind

@@ -112,8 +112,8 @@ def open_batch(params: Any, prompts: Sequence[Any], **options: Any) -> Batch:
         count = pages_for(limit + drafter.slack, page_size)
         admissions.append({
             "row": i, "length": 0, "prompt_length": len(request.ids), "fill": len(request.ids), "resumed": False,
-            "limit": limit, "capacity": count * page_size, "rounds_left": MANY_ROUNDS, "drafting": True, "seen": len(request.ids), "rounds": 0,
-            "proposed": 0, "sampling": request.sampling, "stop_ids": request.stop_ids, "ignore_eos": request.ignore_eos,
+            "limit": limit, "capacity": count * page_size, "rounds_left": MANY_ROUNDS, "drafting": True, "rounds": 0,
+            "seen": len(request.ids), "proposed": 0, "sampling": request.sampling, "stop_ids": request.stop_ids, "ignore_eos": request.ignore_eos,
             "pages": list(range(next_page, next_page + count)), "tokens": request.ids,
         })  # fmt: skip
         next_page += layout.pages

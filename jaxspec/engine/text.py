@@ -36,6 +36,7 @@ class Answer:
       tokens: the tokens that count.
       text: their text without the stop; None without a tokenizer. Final once `reason` is set.
       reason: None while it grows, then "stop", "length" or "abort".
+      matched_stop: the stop id or string that ended it.
       from_draft, round_of, proposed_upto: the log of each token (`round.RoundState`).
     """
 
@@ -44,6 +45,7 @@ class Answer:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.tokens: list[int] = []
         self.reason: str | None = None
+        self.matched_stop: int | str | None = None
         self.text = None if tokenizer is None else ""
         self._log: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._prompt = [] if tokenizer is None else np.asarray(prompt)[-CONTEXT:].tolist()
@@ -63,15 +65,17 @@ class Answer:
         self._log.append((np.asarray(from_draft, bool), np.asarray(round_of), np.asarray(proposed_upto)))
         self._log_columns = None
         self.reason = reason
+        if reason == "stop":
+            self.matched_stop = self.tokens[-1]
         if self.tokenizer is None:
             return None
         shown = len(self.tokens) - (reason == "stop")
         searched = max(len(self.text) - max((len(s) for s in self.stop), default=1) + 1, 0)
         self._decode(shown, final=reason is not None)
-        found = [(at + len(s), at) for s in self.stop if (at := self.text.find(s, searched)) >= 0]
+        found = [(at + len(s), at, s) for s in self.stop if (at := self.text.find(s, searched)) >= 0]
         if not found:
             return None
-        _, begin = min(found)
+        _, begin, self.matched_stop = min(found)
         kept = self._tokens_until(shown)
         self.tokens, self.text, self.reason = self.tokens[:kept], self.text[:begin], "stop"
         return kept
