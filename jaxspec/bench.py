@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxspec import cli
 from jaxspec.config import ConfigError, SpecConfig
+from jaxspec.drafters.kinds import KINDS
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,8 +35,9 @@ def parser() -> argparse.ArgumentParser:
         return sub
 
     def drafts(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--draft", help="a draft checkpoint, or with random weights one of eagle3, eagle, mtp, dflash, "
-                         "dspark, uno, or a model as for --target")  # fmt: skip
+        known = ", ".join(kind.head for kind in KINDS.values() if kind.head is not None and kind.example is not None)
+        text = f"a draft checkpoint, or with random weights one of {known}, or a model as for --target"
+        sub.add_argument("--draft", help=text)
         sub.add_argument("--algorithm", default="auto", help="auto, none, ngram, eagle3, … (default: auto: by the draft)")
 
     def answers(sub: argparse.ArgumentParser) -> None:
