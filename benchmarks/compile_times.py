@@ -91,32 +91,36 @@ class Programs:
             raise ConfigError(f"{row!r} is no row of the peer suite; rows: {', '.join(suites.PEER_ROWS)}")
         self.entry, self.context, self._rounds = suites.PEER_ROWS[row], context, rounds
         self.weights = suites.Weights(target, loading.default_dtype())
-        self._sessions: dict = {}
+        self._batches: dict = {}
 
-    def session(self, case: Case):
-        """The session of the case's batch, behind `context` random tokens."""
-        if case.batch not in self._sessions:
+    def batch(self, case: Case):
+        """The case's batch, behind `context` random tokens."""
+        if case.batch not in self._batches:
             at = dataclasses.replace(self.entry.case, batch=case.batch, context=self.context)
             draft = self.weights.draft(self.entry.draft)
-            self._sessions[case.batch] = self._rounds.prepare(at, self.weights.target, draft, max_rounds=8)
-        return self._sessions[case.batch]
+            self._batches[case.batch] = self._rounds.prepare(at, self.weights.target, draft, max_rounds=8)
+        return self._batches[case.batch]
 
     def arguments(self, case: Case) -> tuple:
         """The traced arguments: one round from the context on, or the prompt's beginning."""
         import jax.numpy as jnp
 
-        session = self.session(case)
-        return session.params.tree, session.draft_tree, session.state, jnp.int32(1 if case.chunk is None else 0)
+        batch = self.batch(case)
+        batch.allow(1)
+        if case.chunk is not None:
+            cache = dataclasses.replace(batch.state.cache, length=jnp.zeros_like(batch.state.cache.length))
+            batch.state = dataclasses.replace(batch.state, cache=cache)
+        return batch.tree, batch.draft_tree, batch.state
 
     def compile(self, case: Case):
         """The compiled program and its seconds by stage."""
         from jaxspec.round import prefill_chunk, run_rounds
         from jaxspec.runtime import compiler_options
 
-        static = {"program": self.session(case).program}
+        static = {"program": self.batch(case).program}
         function = run_rounds
         if case.chunk is not None:
-            function, static = prefill_chunk, {**static, "chunk": case.chunk, "fresh": None}
+            function, static = prefill_chunk, {**static, "chunk": case.chunk}
         traced, trace = timed(function.trace, *self.arguments(case), **static)
         lowered, lower = timed(traced.lower)
         program, seconds = timed(lowered.compile, compiler_options())
@@ -126,10 +130,10 @@ class Programs:
         """Seconds of one run, waiting included; it takes the state over and leaves the next."""
         import jax
 
-        session = self.session(case)
+        batch = self.batch(case)
         arguments = jax.block_until_ready(self.arguments(case))
-        session.state, seconds = timed(lambda: jax.block_until_ready(program(*arguments)))
-        session.state = self._rounds.at_context(session.state, self.context)
+        batch.state, seconds = timed(lambda: jax.block_until_ready(program(*arguments)))
+        batch.state = self._rounds.at_context(batch.state, self.context)
         return seconds
 
 
@@ -143,7 +147,7 @@ def child(target: str, row: str, context: int, cases: list[str], threads: int) -
     programs = Programs(target, row, context)
     parsed = [parse_case(case) for case in cases]
     for case in parsed:
-        jax.block_until_ready(programs.session(case).state)  # what makes weights and states is compiled here
+        jax.block_until_ready(programs.batch(case).state)  # what makes weights and states is compiled here
     writing = threading.Lock()
 
     def one(case: Case) -> None:

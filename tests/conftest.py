@@ -24,7 +24,9 @@ def drop_compiled_programs():
     """Programs of one file serve no other; a process that keeps thousands runs out of memory maps and aborts."""
     yield
     from jaxspec import runtime
+    from jaxspec.engine import kept
 
+    kept.forget()
     runtime.forget_compiled()
     jax.clear_caches()
     gc.collect()

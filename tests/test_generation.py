@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from functools import partial
 
 import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import generation, prefill
+from jaxspec import prefill, runtime
 from jaxspec.config import ConfigError, SpecConfig
 from jaxspec.drafters.ngram_history import NgramHistory
+from jaxspec.engine import kept
+from jaxspec.engine.device import Device
 from jaxspec.kvcache import OutOfPages
 from tests import tiny
 
@@ -59,46 +62,33 @@ def test_greedy_output_equals_plain_decoding(name, reference):
 @pytest.mark.parametrize(
     ("case", "chunk"), [({}, 5), ({"algorithm": "ngram"}, None), ({"draft": "small"}, None), ({"draft": "small"}, 5)]
 )
-def test_a_first_chunk_attended_to_by_a_library_changes_no_answer(case, chunk, reference):
+def test_a_first_chunk_attended_to_by_a_library_changes_no_answer(case, chunk, reference, monkeypatch):
+    """Prompts that are long beside the sizes of the programs."""
     prompts, expected = reference
+    monkeypatch.setattr(prefill, "SIZES", (1, 2))
+    monkeypatch.setattr(prefill, "BLOCK", {"cpu": 4, "gpu": 4})
+    monkeypatch.setattr(prefill, "LONG_SIZES", (8,))
+    long, run = [], Device._prefill
+    monkeypatch.setattr(Device, "_prefill", lambda self, each, of: long.append(each.long) or run(self, each, of))
     options = {"algorithm": "none", **options_of(case)} if not case else options_of(case)
     results = jaxspec.generate(
         tiny.target(), prompts, prefill_attention="xla", prefill_chunk=chunk, max_new_tokens=LENGTH, **options
     )
     assert [r.tokens for r in results] == expected
+    assert any(long) and not all(long)
 
 
-@pytest.mark.parametrize(
-    ("longest", "batch", "fresh", "chunks"),
-    [
-        (9, 1, False, (16, 16)),
-        (300, 4, True, (512, 512)),
-        (8192, 1, False, (512, 512)),
-        (1024, 1, True, (1024, 512)),
-        (1025, 1, True, (1536, 512)),
-        (8192, 1, True, (8192, 512)),
-        (8193, 1, True, (8192, 512)),
-        (32768, 1, True, (8192, 2048)),
-        (13000, 1, True, (8192, 2048)),
-        (8192, 2, True, (4096, 1024)),
-        (8192, 64, True, (512, 512)),
-    ],
-)
-def test_prefill_chunks_stay_bounded(longest, batch, fresh, chunks):
-    assert prefill.prefill_chunks(longest, batch, fresh) == chunks
-
-
-def test_prefill_attention_is_chosen_by_prompt_and_device(monkeypatch):
+def test_prefill_attention_is_chosen_by_model_and_device(monkeypatch):
     config = tiny.target().config
     choose = partial(prefill.prefill_attention, config, np.dtype("float32"))
-    assert [choose(9), choose(9000), choose(9000, "paged"), choose(9, "xla")] == [None, None, None, "xla"]
+    assert [choose(), choose("paged"), choose("xla")] == [None, None, "xla"]
     with pytest.raises(ConfigError, match="prefill_attention='cudnn' needs a GPU"):
-        choose(9000, "cudnn")
+        choose("cudnn")
     with pytest.raises(ConfigError, match="prefill_attention='flash' must be one of auto, paged, cudnn, xla"):
         jaxspec.generate(tiny.target(), [1, 2], prefill_attention="flash")
     asked = []
     monkeypatch.setattr(prefill, "serves", lambda *kind: asked.append(kind) or True)
-    assert [choose(9), choose(9000), choose(9, "cudnn")] == [None, "cudnn", "cudnn"] and len(asked) == 2
+    assert [choose("paged"), choose(), choose("cudnn")] == [None, "cudnn", "cudnn"] and len(asked) == 2
 
 
 @pytest.mark.parametrize("tree", [(3, 1, 4), (2, 3, 13)])
@@ -252,7 +242,7 @@ BAD = {
     "temperature": ({"temperature": -1.0}, "temperature=-1"),
     "top_p": ({"top_p": 0.0}, "top_p=0"),
     "top_k": ({"top_k": 0}, "top_k=0"),
-    "max_new_tokens": ({"max_new_tokens": 0}, "max_new_tokens=0"),
+    "max_new_tokens": ({"max_new_tokens": -1}, "max_new_tokens=-1"),
     "page_size": ({"page_size": 0}, "page_size=0"),
     "threshold": ({"spec": lambda: SpecConfig(accept_threshold_single=1.5)}, "accept_threshold_single=1.5"),
     "chat": ({"chat": True}, "no chat template"),
@@ -297,6 +287,31 @@ def test_text_needs_a_tokenizer():
     assert jaxspec.generate(model, [1, 2], max_new_tokens=3).text is None
 
 
+def test_no_tokens_may_be_asked_for(reference):
+    prompts, expected = reference
+    none = jaxspec.generate(tiny.target(), prompts[0], max_new_tokens=0)
+    assert (none.tokens, none.text, none.finish_reason, none.from_draft) == ([], "", "length", [])
+    assert (none.stats.completion_tokens, none.stats.rounds) == (0, 0)
+    some = jaxspec.generate(tiny.target(), prompts[:2], draft=tiny.small_draft(), max_new_tokens=[0, 5])
+    assert [r.tokens for r in some] == [[], expected[1][:5]]
+    assert [c.tokens for c in jaxspec.stream(tiny.target(), prompts[0], max_new_tokens=0)] == [[]]
+
+
+def test_times_add_up(reference):
+    """What is compiled counts apart, once; what is left is not more than the call took."""
+    prompts, _ = reference
+    model = jaxspec.ModelParams(tiny.target().tree, tiny.target(max_positions=240).config, tiny.target().tokenizer)
+    for compiles in (True, False):
+        begun = time.perf_counter()
+        results = jaxspec.generate(model, prompts, draft=tiny.small_draft(), max_new_tokens=[3, 9, 27, LENGTH])
+        wall = time.perf_counter() - begun
+        for stats in (r.stats for r in results):
+            assert 0 < stats.time_to_first_token <= stats.prefill_seconds
+            assert (stats.compile_seconds > 0) is compiles
+            assert stats.prefill_seconds + stats.decode_seconds + stats.compile_seconds <= wall
+            assert stats.tokens_per_second == pytest.approx((stats.completion_tokens - 1) / stats.decode_seconds)
+
+
 def test_vocabularies_must_agree_id_by_id():
     draft = tiny.small_draft()
     other = tiny.CharTokenizer()
@@ -308,11 +323,22 @@ def test_vocabularies_must_agree_id_by_id():
 
 
 def test_a_pool_that_does_not_fit_says_what_to_lower(monkeypatch):
-    monkeypatch.setattr(generation, "available_bytes", lambda: 1000)
-    with pytest.raises(
-        generation.PoolTooLarge, match="needs .* bytes, 1,000 are available.*max_new_tokens.*fewer prompts.*tree"
-    ):
+    kept.forget()
+    monkeypatch.setattr(runtime, "available_bytes", lambda: 1000)
+    with pytest.raises(runtime.PoolTooLarge, match="needs .* bytes, 1,000 are available.*max_new_tokens.*fewer prompts.*tree"):
         jaxspec.generate(tiny.target(), "HELLO", draft=tiny.small_draft())
+
+
+def test_a_call_takes_less_than_the_usual_pool_where_that_does_not_fit(monkeypatch, reference):
+    prompts, expected = reference
+    kept.forget()
+    most = 1 << 20
+    asked, check = [], runtime.check_memory
+    monkeypatch.setattr(runtime, "available_bytes", lambda: most)
+    monkeypatch.setattr("jaxspec.engine.device.check_memory", lambda needed, what: asked.append(needed) or check(needed, what))
+    assert jaxspec.generate(tiny.target(), prompts[0], draft=tiny.small_draft(), max_new_tokens=LENGTH).tokens == expected[0]
+    assert [n > most for n in asked] == [True, False]
+    kept.forget()
 
 
 def test_a_chain_of_another_length_warns():

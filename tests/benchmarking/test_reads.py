@@ -18,25 +18,25 @@ PEER_FLOOR_MS = {
 """Weights of a round / 4.24 TB/s at the Llama-3.1-8B shape, without KV, as stated beside SGLang's figures."""
 
 
-def reads_of(row: str, target_name: str, context: int, dtype, batch: int = 1) -> dict[str, int]:
+def reads_of(row: str, target_name: str, context: int, dtype, rows: int = 1) -> dict[str, int]:
     entry = suites.PEER_ROWS[row]
     target = jax.eval_shape(lambda: shapes.random_model(target_name, dtype))
     draft = None
     if entry.draft is not None:
         name = "tiny" if target_name == "tiny" and entry.draft in shapes.MODELS else entry.draft
         draft = jax.eval_shape(lambda: shapes.random_draft(name, target.config, dtype))
-    case = dataclasses.replace(entry.case, context=max(context, 1), batch=batch)
-    session = rounds.prepare(case, target, draft, 2)
-    return reads.round_reads(session.program, target.tree, session.draft_tree, session.state, context)
+    case = dataclasses.replace(entry.case, context=max(context, 1), batch=rows)
+    batch = rounds.prepare(case, target, draft, 2)
+    return reads.round_reads(batch.program, target.tree, batch.draft_tree, batch.state, context)
 
 
 def test_a_plain_round_reads_every_kernel_once_and_the_committed_keys_and_values():
     c = shapes.MODELS["tiny"]
     E, F, D, V, N = c.hidden_size, c.ffn_size, c.head_dim, c.vocab_size, c.num_layers
     layer = E * (c.num_heads + 2 * c.num_kv_heads) * D + c.num_heads * D * E + 3 * E * F
-    found = reads_of("plain", "tiny", 40, jnp.float32, batch=3)
+    found = reads_of("plain", "tiny", 40, jnp.float32, rows=3)
     assert found == {"products": 4 * N * layer, "head": 4 * E * V, "attention": 4 * N * 3 * 40 * 2 * c.num_kv_heads * D}
-    assert reads_of("ngram 16", "tiny", 40, jnp.float32, batch=3) == found  # looking n-grams up needs no weights
+    assert reads_of("ngram 16", "tiny", 40, jnp.float32, rows=3) == found  # looking n-grams up needs no weights
 
 
 def test_an_eagle3_round_reads_its_head_once_a_level_and_its_layer_once_less():
@@ -60,9 +60,9 @@ def test_quantised_weights_count_as_they_are_stored():
         return {"q": jax.ShapeDtypeStruct(leaf.shape, jnp.int8), "scale": jax.ShapeDtypeStruct(leaf.shape[1:], jnp.float32)}
 
     small = jax.tree_util.tree_map_with_path(quantise, target.tree)
-    session = rounds.prepare(suites.PEER_ROWS["plain"].case, target, None, 2)
-    whole = reads.round_reads(session.program, target.tree, None, session.state, 0)
-    found = reads.round_reads(session.program, small, None, session.state, 0)
+    batch = rounds.prepare(suites.PEER_ROWS["plain"].case, target, None, 2)
+    whole = reads.round_reads(batch.program, target.tree, None, batch.state, 0)
+    found = reads.round_reads(batch.program, small, None, batch.state, 0)
     assert 4 * found["products"] == whole["products"]
     assert 4 * found["head"] == whole["head"]
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import ConfigError, DraftParams, DSparkOptions, SpecConfig, generate, generation
+from jaxspec import ConfigError, DraftParams, DSparkOptions, SpecConfig, generate
 from jaxspec.drafters import dflash, dflash_heads, dflash_model, registry
 from jaxspec.drafters.base import RoundContext
 from jaxspec.drafters.dflash import DFlashDrafter
+from jaxspec.engine.batch import Batch, open_batch
 from jaxspec.kvcache import LayerKV, PagedKVCache
-from jaxspec.round import run_rounds
 from jaxspec.sampling import SamplingParams, row_keys, sampling_state
+from tests.drafters.batch_checks import assert_caches_are_updated_in_place, assert_every_draft_is_accepted, count_traces
 from tests.drafters.dflash_cases import VARIANTS, VOCAB, draft_config, random_draft, target
 from tests.drafters.eagle_cases import prompts, tiny_target
-from tests.drafters.session_checks import assert_caches_are_updated_in_place, assert_every_draft_is_accepted
 from tests.specs import spec_of
 
 PAGE_SIZE, PAGES, LENGTH = 4, 9, 13
@@ -34,9 +33,8 @@ class OracleDrafter(DFlashDrafter):
         return jnp.broadcast_to(positions[..., None], (*positions.shape, self.draft.hidden_size)).astype(jnp.float32), layers
 
 
-def session_for(ids, **options) -> generation.Session:
-    defaults = {**generate.__kwdefaults__, "max_new_tokens": 24, "ignore_eos": True}
-    return generation.prepare(target(), ids, {**defaults, **options})[0]
+def batch_for(ids, **options) -> Batch:
+    return open_batch(target(), ids, **{"max_new_tokens": 24, "ignore_eos": True, **options})
 
 
 @pytest.mark.parametrize("variant, topk, nodes", [("dflash", None, None), ("deepspec", 3, 40)])
@@ -45,8 +43,8 @@ def test_an_oracle_draft_is_always_accepted(variant, topk, nodes, monkeypatch):
     steps = draft.config.num_drafts
     new = 1 + 6 * (steps + 1)
     answers = generate(target(), ids, algorithm="none", max_new_tokens=new, ignore_eos=True)
-    session = session_for(ids, draft=draft, max_new_tokens=new, prefill_chunk=4, topk=topk, num_draft_tokens=nodes)
-    table = np.zeros((len(ids), session.state.tokens.shape[1]), np.int32)
+    batch = batch_for(ids, draft=draft, max_new_tokens=new, prefill_chunk=4, topk=topk, num_draft_tokens=nodes)
+    table = np.zeros((len(ids), batch.state.tokens.shape[1]), np.int32)
     for row, prompt, answer in zip(table, ids, answers, strict=True):
         row[: len(prompt) + new] = prompt + answer.tokens
 
@@ -55,9 +53,9 @@ def test_an_oracle_draft_is_always_accepted(variant, topk, nodes, monkeypatch):
         return 9.0 * jax.nn.one_hot(jnp.take_along_axis(jnp.asarray(table), index, 1), VOCAB)
 
     monkeypatch.setattr(dflash_model, "logits", logits)
-    fields = {f.name: getattr(session.program.drafter, f.name) for f in dataclasses.fields(DFlashDrafter)}
-    session.program = dataclasses.replace(session.program, drafter=OracleDrafter(**fields))
-    assert_every_draft_is_accepted(session, answers, steps)
+    fields = {f.name: getattr(batch.program.drafter, f.name) for f in dataclasses.fields(DFlashDrafter)}
+    batch.program = dataclasses.replace(batch.program, drafter=OracleDrafter(**fields))
+    assert_every_draft_is_accepted(batch, answers, steps)
 
 
 def context(length: int) -> RoundContext:
@@ -268,16 +266,16 @@ def test_shapes_and_random_parameters_agree(variant):
 
 
 def test_caches_are_updated_in_place():
-    session = session_for(prompts(VOCAB)[:2], draft=random_draft("dflash"), topk=2, page_size=64)
-    assert_caches_are_updated_in_place(session)
+    batch = batch_for(prompts(VOCAB)[:2], draft=random_draft("dflash"), topk=2, page_size=64)
+    assert_caches_are_updated_in_place(batch)
 
 
 def test_one_program_for_each_batch_and_tree(monkeypatch):
-    counted = jax.jit(chex.assert_max_traces(run_rounds.__wrapped__, n=1), static_argnames="program", donate_argnames="state")
-    chex.clear_trace_counter()
-    monkeypatch.setattr(generation, "run_rounds", counted)
+    traces = count_traces(monkeypatch)
     draft, options = random_draft("causal head"), dict(num_steps=2, max_new_tokens=6, prefill_chunk=8)
     for seed in range(3):
         generate(target(), prompts(VOCAB, (3, 7), seed=seed), draft=draft, **options)
-    with pytest.raises(AssertionError, match="traced"):
-        generate(target(), prompts(VOCAB)[:1], draft=draft, **options)
+    assert traces["rounds"] == [2]
+    generate(target(), prompts(VOCAB)[:1], draft=draft, **options)
+    assert traces["rounds"] == [2, 1]
+    assert len(set(traces["prefill"])) == len(traces["prefill"])

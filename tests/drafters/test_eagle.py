@@ -5,24 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import ConfigError, SamplingParams, SpecConfig, generate, generation
+from jaxspec import ConfigError, SamplingParams, SpecConfig, generate
 from jaxspec.drafters import registry
 from jaxspec.drafters.eagle import EagleDrafter
 from jaxspec.drafters.sampled_chain import sampled_chain
 from jaxspec.drafters.static_tree import EAGLE1_TREE, StaticTree
 from jaxspec.drafters.token_map import load_token_map
+from jaxspec.engine.batch import Batch, open_batch
 from jaxspec.kvcache import LayerKV
-from jaxspec.round import draft, run_rounds
+from jaxspec.round import draft
 from jaxspec.sampling import row_keys, sampling_state
+from tests.drafters.batch_checks import assert_caches_are_updated_in_place, assert_every_draft_is_accepted, count_traces
 from tests.drafters.eagle_cases import prompts, random_head, tiny_target, trained
-from tests.drafters.session_checks import assert_caches_are_updated_in_place, assert_every_draft_is_accepted
 from tests.parity.checks.statistics import p_value
 from tests.specs import spec_of
 
@@ -46,9 +46,8 @@ class OracleDrafter(EagleDrafter):
         return 9.0 * jax.nn.one_hot(token.reshape(hidden.shape[:-1]), ctx.config.vocab_size)
 
 
-def session_for(target, ids, **options) -> generation.Session:
-    defaults = {**generate.__kwdefaults__, "max_new_tokens": 24, "ignore_eos": True}
-    return generation.prepare(target, ids, {**defaults, **options})[0]
+def batch_for(target, ids, **options) -> Batch:
+    return open_batch(target, ids, **{"max_new_tokens": 24, "ignore_eos": True, **options})
 
 
 @pytest.mark.parametrize("tree", [(4, 1, 5), (4, 3, 14)])
@@ -56,26 +55,26 @@ def test_an_oracle_draft_is_always_accepted(tree):
     target, (steps, topk, nodes) = tiny_target(), tree
     ids, new = prompts(24), 1 + 6 * (tree[0] + 1)
     answers = generate(target, ids, algorithm="none", max_new_tokens=new, ignore_eos=True)
-    session = session_for(
+    batch = batch_for(
         target, ids, draft=random_head("eagle3"), max_new_tokens=new, prefill_chunk=4,
         spec=SpecConfig(num_steps=steps, topk=topk, num_draft_tokens=nodes),
     )  # fmt: skip
-    table = np.zeros((len(ids), session.state.tokens.shape[1]), np.int32)
+    table = np.zeros((len(ids), batch.state.tokens.shape[1]), np.int32)
     for row, prompt, answer in zip(table, ids, answers, strict=True):
         row[: len(prompt) + new] = prompt + answer.tokens
-    fields = {f.name: getattr(session.program.drafter, f.name) for f in dataclasses.fields(EagleDrafter)}
+    fields = {f.name: getattr(batch.program.drafter, f.name) for f in dataclasses.fields(EagleDrafter)}
     fields["draft"] = dataclasses.replace(fields["draft"], reduced_vocab=False, draft_vocab_size=24)
-    session.program = dataclasses.replace(session.program, drafter=OracleDrafter(**fields))
-    session.draft_tree = session.draft_tree | {"answers": jnp.asarray(table)}
-    assert_every_draft_is_accepted(session, answers, steps)
+    batch.program = dataclasses.replace(batch.program, drafter=OracleDrafter(**fields))
+    batch.draft_tree = batch.draft_tree | {"answers": jnp.asarray(table)}
+    assert_every_draft_is_accepted(batch, answers, steps)
 
 
 def proposed(target, head, spec: SpecConfig, ids=None, **options):
-    """The tree proposed behind the prompts, and the session."""
-    session = session_for(target, ids or prompts(target.config.vocab_size), draft=head, spec=spec, **options)
-    session.prefill()
+    """The tree proposed behind the prompts, and the batch."""
+    batch = batch_for(target, ids or prompts(target.config.vocab_size), draft=head, spec=spec, **options)
+    batch.prefill()
     run = jax.jit(draft, static_argnums=0)
-    return run(session.program, target.tree, session.draft_tree, session.state).tree, session
+    return run(batch.program, target.tree, batch.draft_tree, batch.state)[1], batch
 
 
 def test_eagle1_static_tree_has_the_published_shape():
@@ -212,28 +211,28 @@ def test_a_head_for_another_target_is_refused():
 
 def test_caches_are_updated_in_place():
     target = tiny_target()
-    session = session_for(
+    batch = batch_for(
         target, prompts(24)[:2], draft=random_head("eagle3"), spec=SpecConfig(3, 3, 8), max_new_tokens=200, page_size=64
     )
-    assert_caches_are_updated_in_place(session)
+    assert_caches_are_updated_in_place(batch)
 
 
 def test_one_program_for_each_batch_and_tree(monkeypatch):
-    counted = jax.jit(chex.assert_max_traces(run_rounds.__wrapped__, n=1), static_argnames="program", donate_argnames="state")
-    chex.clear_trace_counter()
-    monkeypatch.setattr(generation, "run_rounds", counted)
+    traces = count_traces(monkeypatch)
     target, head = tiny_target(), random_head("eagle", seed=5)
     for seed in range(3):
         ids = prompts(24, (3, 7), seed=seed)
         generate(target, ids, draft=head, spec=SpecConfig(2, 1, 3), max_new_tokens=6, prefill_chunk=8)
-    with pytest.raises(AssertionError, match="traced"):
-        generate(target, prompts(24)[:1], draft=head, spec=SpecConfig(2, 1, 3), max_new_tokens=6, prefill_chunk=8)
+    assert traces["rounds"] == [2]
+    generate(target, prompts(24)[:1], draft=head, spec=SpecConfig(2, 1, 3), max_new_tokens=6, prefill_chunk=8)
+    assert traces["rounds"] == [2, 1]
+    assert len(set(traces["prefill"])) == len(traces["prefill"])
 
 
 def test_nan_in_free_slots_and_scratch_reaches_nothing():
     target, head = tiny_target(), random_head("speculators")
     options = dict(draft=head, spec=SpecConfig(3, 3, 8), page_size=4, prefill_chunk=4)
-    clean, poisoned = (session_for(target, prompts(24)[:3], **options) for _ in range(2))
+    clean, poisoned = (batch_for(target, prompts(24)[:3], **options) for _ in range(2))
 
     def poison(state):
         pages, size = state.cache.layers[0].k.shape[:2]

@@ -3,26 +3,25 @@
 import dataclasses
 from functools import partial
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import ModelParams, SpecConfig, generate, generation
+from jaxspec import ModelParams, SpecConfig, generate
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.drafters import mtp, mtp_model, registry
 from jaxspec.drafters.base import RoundContext
 from jaxspec.drafters.mtp import MtpDrafter
 from jaxspec.drafters.mtp_config import MtpConfig, mtp_config
+from jaxspec.engine.batch import Batch, open_batch
 from jaxspec.kvcache import PagedKVCache
 from jaxspec.loading import DraftParams
 from jaxspec.models import decoder
 from jaxspec.models.attend import causal_attend
-from jaxspec.round import run_rounds
 from jaxspec.sampling import SamplingParams, row_keys, sampling_state
+from tests.drafters.batch_checks import assert_caches_are_updated_in_place, assert_every_draft_is_accepted, count_traces
 from tests.drafters.mtp_cases import dense_target, prompts, target
-from tests.drafters.session_checks import assert_caches_are_updated_in_place, assert_every_draft_is_accepted
 
 PAGE_SIZE, PAGES = 4, 9
 
@@ -135,9 +134,8 @@ class OracleDrafter(MtpDrafter):
         return 9.0 * jax.nn.one_hot(token.reshape(hidden.shape[:-1]), ctx.config.vocab_size)
 
 
-def session_for(params, ids, **options) -> generation.Session:
-    defaults = {**generate.__kwdefaults__, "max_new_tokens": 24, "ignore_eos": True}
-    return generation.prepare(params, ids, {**defaults, **options})[0]
+def batch_for(params, ids, **options) -> Batch:
+    return open_batch(params, ids, **{"max_new_tokens": 24, "ignore_eos": True, **options})
 
 
 @pytest.mark.parametrize(
@@ -155,14 +153,14 @@ def test_an_oracle_draft_is_always_accepted(name, tree):
     params, (steps, topk, nodes) = target(name), tree
     ids, new = prompts(24), 1 + 6 * (steps + 1)
     answers = generate(params, ids, algorithm="none", max_new_tokens=new, ignore_eos=True)
-    session = session_for(params, ids, max_new_tokens=new, prefill_chunk=4, spec=SpecConfig(steps, topk, nodes))
-    table = np.zeros((len(ids), session.state.tokens.shape[1]), np.int32)
+    batch = batch_for(params, ids, max_new_tokens=new, prefill_chunk=4, spec=SpecConfig(steps, topk, nodes))
+    table = np.zeros((len(ids), batch.state.tokens.shape[1]), np.int32)
     for row, prompt, answer in zip(table, ids, answers, strict=True):
         row[: len(prompt) + new] = prompt + answer.tokens
-    fields = {f.name: getattr(session.program.drafter, f.name) for f in dataclasses.fields(MtpDrafter)}
-    session.program = dataclasses.replace(session.program, drafter=OracleDrafter(**fields))
-    session.draft_tree = session.draft_tree | {"answers": jnp.asarray(table)}
-    assert_every_draft_is_accepted(session, answers, steps)
+    fields = {f.name: getattr(batch.program.drafter, f.name) for f in dataclasses.fields(MtpDrafter)}
+    batch.program = dataclasses.replace(batch.program, drafter=OracleDrafter(**fields))
+    batch.draft_tree = batch.draft_tree | {"answers": jnp.asarray(table)}
+    assert_every_draft_is_accepted(batch, answers, steps)
 
 
 @pytest.mark.parametrize(
@@ -171,21 +169,21 @@ def test_an_oracle_draft_is_always_accepted(name, tree):
 )
 def test_caches_are_updated_in_place(name, tree):
     params = target(name)
-    session = session_for(params, prompts(24)[:2], spec=SpecConfig(*tree), max_new_tokens=200, page_size=64)
-    assert len(session.state.draft.layers) == {"raw": 1, "two layers": 2, "three layers": 3}[name]
-    assert_caches_are_updated_in_place(session)
+    batch = batch_for(params, prompts(24)[:2], spec=SpecConfig(*tree), max_new_tokens=200, page_size=64)
+    assert len(batch.state.draft.layers) == {"raw": 1, "two layers": 2, "three layers": 3}[name]
+    assert_caches_are_updated_in_place(batch)
 
 
 @pytest.mark.parametrize("name", [pytest.param("raw", marks=pytest.mark.slow), "two layers"])
 def test_one_program_for_each_batch_and_tree(name, monkeypatch):
-    counted = jax.jit(chex.assert_max_traces(run_rounds.__wrapped__, n=1), static_argnames="program", donate_argnames="state")
-    chex.clear_trace_counter()
-    monkeypatch.setattr(generation, "run_rounds", counted)
+    traces = count_traces(monkeypatch)
     params, options = target(name), dict(spec=SpecConfig(3, 1, 4), max_new_tokens=6, prefill_chunk=8)
     for seed in range(3):
         generate(params, prompts(24, (3, 7), seed=seed), **options)
-    with pytest.raises(AssertionError, match="traced"):
-        generate(params, prompts(24)[:1], **options)
+    assert traces["rounds"] == [2]
+    generate(params, prompts(24)[:1], **options)
+    assert traces["rounds"] == [2, 1]
+    assert len(set(traces["prefill"])) == len(traces["prefill"])
 
 
 @pytest.mark.parametrize(

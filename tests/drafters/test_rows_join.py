@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import generation
 from jaxspec.config import ConfigError
 from jaxspec.drafters.base import Drafter, check_tree
 from jaxspec.drafters.ngram_history import NgramHistory
+from jaxspec.engine.batch import Batch, open_batch
 from jaxspec.kvcache import PagedKVCache, is_pool, take_rows
 from jaxspec.models import decoder
 from jaxspec.models.paged import paged_forward
@@ -27,7 +27,7 @@ from jaxspec.sampling import SamplingParams
 from jaxspec.tree import chain
 from tests import tiny
 from tests.drafters import dflash_cases, eagle_cases, mtp_cases, uno_cases
-from tests.drafters.session_checks import pools_of
+from tests.drafters.batch_checks import pools_of
 from tests.specs import spec_of
 
 PAGE_SIZE, CHUNK = 4, 5
@@ -57,14 +57,14 @@ SEPARATE = [name for name in CASES if name != "mtp in turn"]
 KEY_LOOKAHEAD = {"eagle": 1, "eagle3": 1, "speculators": 1, "peagle": 1, "mtp tree": 1, "mtp sampled": 1, "mtp in turn": 3}
 
 
-def session_of(case: str, prompts) -> generation.Session:
-    """A session before prefill; requests are sampled where the case draws its drafts."""
+def batch_of(case: str, prompts) -> Batch:
+    """A batch before prefill; requests are sampled where the case draws its drafts."""
     target, draft, spec = CASES[case]()
     sampled = spec.get("use_rejection_sampling", False) or case == "dspark"
-    return generation.start(
+    return open_batch(
         target, prompts, draft=draft, algorithm="auto" if draft or target.drafts else "none", spec=spec_of(**spec),
         sampling=[SamplingParams(temperature=float(sampled), seed=i) for i in range(len(prompts))],
-        stop_ids=[[]] * len(prompts), ignore_eos=True, max_new_tokens=24, page_size=PAGE_SIZE, prefill_size=CHUNK,
+        ignore_eos=True, max_new_tokens=24, page_size=PAGE_SIZE, prefill_chunk=CHUNK,
     )  # fmt: skip
 
 
@@ -74,11 +74,11 @@ def prompts_of(case: str) -> list[list[int]]:
 
 
 @cache
-def prefilled(case: str) -> generation.Session:
-    """A session behind prefill, chunk after chunk; nothing here uses its state up."""
-    session = session_of(case, prompts_of(case))
-    session.prefill()
-    return session
+def prefilled(case: str) -> Batch:
+    """A batch behind prefill, chunk after chunk; nothing here uses its state up."""
+    batch = batch_of(case, prompts_of(case))
+    batch.prefill()
+    return batch
 
 
 @partial(jax.jit, static_argnames=("program", "width"))
@@ -98,35 +98,34 @@ def take_in(program, params, draft_params, state: RoundState, rows, starts, coun
         starts, positions, valid, taps=drafter.taps,
     )  # fmt: skip
     following = jnp.take_along_axis(part.tokens, (starts + counts)[:, None] + jnp.arange(drafter.lookahead), 1)
-    ctx = dataclasses.replace(context(program, params, part), continued=continued, active=counts > 0)
+    ctx = dataclasses.replace(context(program, params, part, counts > 0), continued=continued)
     draft = drafter.prefill(draft_params, part.draft, ctx, tokens, following, out.features, counts)
     cache = PagedKVCache(out.layers, part.cache.page_table, starts + counts)
     return dataclasses.replace(part, cache=cache, draft=draft)
 
 
-def in_rows(session, state, rows: Sequence[int], starts, counts, continued, width: int) -> RoundState:
-    """`take_in` for a session."""
+def in_rows(batch, state, rows: Sequence[int], starts, counts, continued, width: int) -> RoundState:
+    """`take_in` for a batch."""
     numbers = [jnp.asarray(x, jnp.int32) for x in (rows, starts, counts)]
-    tree = session.params.tree
-    return take_in(session.program, tree, session.draft_tree, state, *numbers, jnp.asarray(continued), width=width)
+    return take_in(batch.program, batch.tree, batch.draft_tree, state, *numbers, jnp.asarray(continued), width=width)
 
 
 @partial(jax.jit, static_argnames="program")
 def propose(program, params, draft_params, state, active):
     """Drafts with some of the rows."""
-    ctx = dataclasses.replace(context(program, params, state), active=active)
+    ctx = context(program, params, state, active)
     return program.drafter.propose(draft_params, state.draft, ctx)
 
 
 @partial(jax.jit, static_argnames="program")
 def update(program, params, draft_params, state, active):
     """Draft extend with two tokens of every row that takes part."""
-    ctx = dataclasses.replace(context(program, params, state), active=active)
-    batch, drafter = active.shape[0], program.drafter
+    ctx = context(program, params, state, active)
+    rows, drafter = active.shape[0], program.drafter
     width = sum(program.config.hidden_size for _ in drafter.taps)
-    features = jnp.ones((batch, 2, width)) if width else None
+    features = jnp.ones((rows, 2, width)) if width else None
     count = jnp.where(active, min(2, drafter.max_accept), 0)
-    return drafter.update(draft_params, state.draft, ctx, jnp.ones((batch, 2), jnp.int32), features, count)
+    return drafter.update(draft_params, state.draft, ctx, jnp.ones((rows, 2), jnp.int32), features, count)
 
 
 def row_leaves(state, row: int) -> list[np.ndarray]:
@@ -153,14 +152,14 @@ def assert_equal(ours, theirs, tolerance: float = 0.0) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_rows_that_take_no_part_change_nothing(case):
-    session = prefilled(case)
-    state, args = session.state, (session.program, session.params.tree, session.draft_tree)
+    batch = prefilled(case)
+    state, args = batch.state, (batch.program, batch.tree, batch.draft_tree)
     everyone, some = jnp.ones(3, bool), jnp.array([True, False, True])
     pages = np.asarray(state.cache.page_table)[1]
     pages = pages[pages > 0]
 
     proposal, whole = propose(*args, state, some), propose(*args, state, everyone)
-    check_tree(session.program.drafter, proposal.tree)
+    check_tree(batch.program.drafter, proposal.tree)
     proposed = dataclasses.replace(state, draft=proposal.state, cache=dataclasses.replace(state.cache, layers=proposal.layers))
     assert_equal(of_pages(pools_of(proposed), pages), of_pages(pools_of(state), pages))
     assert_equal(row_leaves(proposal.state, 1), row_leaves(state.draft, 1))
@@ -175,7 +174,7 @@ def test_rows_that_take_no_part_change_nothing(case):
 @pytest.mark.parametrize("case", SEPARATE)
 def test_a_prompt_as_blocks_of_one_program_is_the_prompt_chunk_after_chunk(case):
     prompts = prompts_of(case)
-    chunked, other, width = prefilled(case).state, session_of(case, prompts), 6
+    chunked, other, width = prefilled(case).state, batch_of(case, prompts), 6
     assert other.program.drafter.separate_blocks
     # Tokens with the first sampled one, which stands behind the last block; nothing else is known beforehand.
     state = dataclasses.replace(other.state, tokens=chunked.tokens)
@@ -197,12 +196,12 @@ def test_a_row_behind_a_shared_prefix_drafts_as_a_cold_one(case):
     pages, ahead, (first, _, third) = 2, KEY_LOOKAHEAD.get(case, 0), prompts_of(case)
     shared = pages * PAGE_SIZE
     second = first[: shared + ahead] + [(t + 1) % 8 for t in first[shared + ahead :][:5]]
-    session = session_of(case, [first, second, third])
-    assert session.program.drafter.key_lookahead == ahead
-    start = session.state
+    batch = batch_of(case, [first, second, third])
+    assert batch.program.drafter.key_lookahead == ahead
+    start = batch.state
     initial = jax.tree.map(jnp.copy, take_rows(start.draft, jnp.array([1])))
-    session.prefill()
-    cold, args = session.state, (session.program, session.params.tree, session.draft_tree)
+    batch.prefill()
+    cold, args = batch.state, (batch.program, batch.tree, batch.draft_tree)
 
     # The second row anew: the first one's pages in front, and garbage where its own prefix and all behind it stood.
     own = cold.cache.page_table[1]
@@ -214,7 +213,7 @@ def test_a_row_behind_a_shared_prefix_drafts_as_a_cold_one(case):
     )  # fmt: skip
     cache = PagedKVCache(wreck(cold.cache.layers), table, cold.cache.length)
     state = dataclasses.replace(cold, cache=cache, draft=draft)
-    warm = in_rows(session, state, [1], [shared], [len(second) - shared], [False], len(second))
+    warm = in_rows(batch, state, [1], [shared], [len(second) - shared], [False], len(second))
     assert_equal(committed(warm, 0, len(second)), committed(cold, 1, len(second)), 1e-5)
     ours, theirs = propose(*args, warm, jnp.ones(1, bool)).tree, propose(*args, cold, jnp.ones(3, bool)).tree
     assert_equal([x[0] for x in jax.tree.leaves(ours)], [x[1] for x in jax.tree.leaves(theirs)], 1e-5)

@@ -1,7 +1,6 @@
 """UNO's parts: the gate, the exact token, noise, stops, grammars, parameters, caches."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,46 +11,47 @@ from jaxspec import ConfigError, ModelParams, SpecConfig, generate
 from jaxspec.conversion.peft import columns_of
 from jaxspec.drafters import registry, uno, uno_model
 from jaxspec.drafters.uno_config import MODULES, PRODUCTS, UnoConfig
-from jaxspec.generation import read_answers, start
+from jaxspec.engine.batch import Batch, open_batch
 from jaxspec.kvcache import LayerKV
 from jaxspec.models import decoder
 from jaxspec.models.layers import dense
 from jaxspec.models.paged import paged_forward
-from jaxspec.round import context, draft, run_rounds, verify
-from jaxspec.sampling import SamplingParams, row_keys
+from jaxspec.round import context, draft, verify
+from jaxspec.sampling import MAX_STOP_IDS, SamplingParams, row_keys
 from jaxspec.tree import pack_bits
+from tests.drafters.batch_checks import assert_caches_are_updated_in_place
 from tests.drafters.eagle_cases import prompts, tiny_target
 from tests.drafters.uno_cases import VOCAB, random_adapter, target, without_effect
 from tests.specs import spec_of
 
 
-def session_for(model, asked, adapter, spec=None, sampling=None, new=16, page_size=4):
+def batch_for(model, asked, adapter, spec=None, sampling=None, new=16, page_size=4) -> Batch:
     algorithm = "NONE" if adapter is None else "UNO"
     spec = spec or (SpecConfig() if adapter is None else SpecConfig(num_draft_tokens=4))
-    return start(
-        model, asked, draft=adapter, algorithm=algorithm, spec=spec, sampling=[sampling or SamplingParams(seed=0)] * len(asked),
-        ignore_eos=False, stop_ids=[[]] * len(asked), max_new_tokens=new, page_size=page_size, prefill_size=16,
+    return open_batch(
+        model, asked, draft=adapter, algorithm=algorithm, spec=spec, sampling=sampling or SamplingParams(seed=0),
+        max_new_tokens=new, page_size=page_size, prefill_chunk=16,
     )  # fmt: skip
 
 
-def answers_of(session) -> list[list[int]]:
-    session.prefill()
-    session.run()
-    return [answer.tokens for answer in read_answers(session, ())]
+def answers_of(batch) -> list[list[int]]:
+    batch.prefill()
+    batch.run()
+    return [log.tokens for log in batch.logs()]
 
 
 def draft_passes(adapter, dtype=jnp.float32):
     """(logits, pools) of a draft pass and of the same rows on the target's own weights, in programs of one shape."""
     model = target()
     tree = jax.tree.map(lambda x: x.astype(dtype), model.tree)
-    session = session_for(ModelParams(tree, model.config), prompts(VOCAB), adapter)
-    session.prefill()
-    program, state = session.program, session.state
+    batch = batch_for(ModelParams(tree, model.config), prompts(VOCAB), adapter)
+    batch.prefill()
+    program, state = batch.program, batch.state
     noise = jnp.arange(12, dtype=jnp.int32).reshape(4, 3) % VOCAB
 
     @jax.jit
     def with_adapter(params):
-        return program.drafter.run(params, context(program, tree, state), noise)
+        return program.drafter.run(params, context(program, tree, state, ~state.done), noise)
 
     @jax.jit
     def plain():
@@ -125,11 +125,10 @@ def test_bias_and_least_length_pass_the_one_pipeline(tree):
     model = dataclasses.replace(target().config, stop_token_ids=(3,))
     model, asked = ModelParams(target().tree, model), prompts(VOCAB, (5, 9))
     sampling = SamplingParams(temperature=0.0, logit_bias={3: 4.0, 5: 2.0}, min_new_tokens=7, frequency_penalty=0.3)
-    got = session_for(model, asked, random_adapter(), SpecConfig(**tree), sampling)
-    plain = session_for(model, asked, None, SpecConfig(), sampling)
-    for session in (got, plain):
-        sampling = dataclasses.replace(session.state.sampling, stop_ids=jnp.full((2, 1), 3, jnp.int32))
-        session.state = dataclasses.replace(session.state, sampling=sampling)
+    got = batch_for(model, asked, random_adapter(), SpecConfig(**tree), sampling)
+    plain = batch_for(model, asked, None, SpecConfig(), sampling)
+    for batch in (got, plain):
+        np.testing.assert_array_equal(batch.state.sampling.stop_ids[:, 0], 3)
     answers = answers_of(got)
     assert answers == answers_of(plain)
     assert all(len(a) >= 7 for a in answers)
@@ -146,16 +145,16 @@ def test_a_grammar_holds_for_the_exact_token_too():
 
     outputs = []
     for adapter in (random_adapter(), None):
-        session = session_for(model, prompts(VOCAB), adapter, new=24)
-        session.prefill()
+        batch = batch_for(model, prompts(VOCAB), adapter, new=24)
+        batch.prefill()
         program, state, steps = (
-            session.program,
-            session.state,
+            batch.program,
+            batch.state,
             (jax.jit(draft, static_argnums=0), jax.jit(verify, static_argnums=0)),
         )
         while not bool(state.done.all()):
-            proposal = steps[0](program, model.tree, session.draft_tree, state, masks(state.bonus[:, None])[:, 0])
-            state, _ = steps[1](program, model.tree, session.draft_tree, state, proposal, masks(proposal.tree.tokens))
+            state, tree = steps[0](program, model.tree, batch.draft_tree, state, masks(state.bonus[:, None])[:, 0])
+            state = steps[1](program, model.tree, batch.draft_tree, state, tree, masks(tree.tokens))
         outputs.append([row[n : n + 24].tolist() for row, n in zip(np.asarray(state.tokens), state.prompt_length, strict=True)])
     assert outputs[0] == outputs[1]
     assert all((np.diff(row) % 2 == 1).all() for row in outputs[0])
@@ -169,16 +168,17 @@ def test_every_stop_position_and_length_limit_inside_a_run(tree):
     full = generate(model, prompt, algorithm="none", max_new_tokens=14, ignore_eos=True).tokens
     firsts = [t for i, t in enumerate(full) if t not in full[:i]]
     cases = [(stop, limit) for limit in range(1, 15) for stop in (*firsts, -1)]
-    session = session_for(model, [prompt] * len(cases), adapter, SpecConfig(**tree), new=14)
+    batch = batch_for(model, [prompt] * len(cases), adapter, SpecConfig(**tree), new=14)
     stops, limits = (jnp.asarray(c, jnp.int32) for c in zip(*cases, strict=True))
-    session.state = dataclasses.replace(
-        session.state, limit=len(prompt) + limits, keys=row_keys(range(len(cases))),
-        sampling=dataclasses.replace(session.state.sampling, stop_ids=stops[:, None]),
+    stop_ids = jnp.full((len(cases), MAX_STOP_IDS), -1, jnp.int32).at[:, 0].set(stops)
+    batch.state = dataclasses.replace(
+        batch.state, limit=len(prompt) + limits, keys=row_keys(range(len(cases))),
+        sampling=dataclasses.replace(batch.state.sampling, stop_ids=stop_ids),
     )  # fmt: skip
-    session.prefill()
-    session.run()
+    batch.prefill()
+    batch.run()
     ends = set()
-    for (stop, limit), answer, length in zip(cases, read_answers(session, ()), session.state.cache.length, strict=True):
+    for (stop, limit), answer, length in zip(cases, batch.logs(), batch.state.cache.length, strict=True):
         end = full.index(stop) + 1 if stop in full else len(full) + 1
         assert answer.tokens == full[: min(end, limit)]
         assert answer.finish_reason == ("stop" if end <= limit else "length")
@@ -197,11 +197,11 @@ def test_every_stop_position_and_length_limit_inside_a_run(tree):
 
 
 def noise_of(model, asked, seed=0, **spec) -> np.ndarray:
-    session = session_for(model, asked, random_adapter(), spec_of(num_draft_tokens=5, **spec))
-    cache = dataclasses.replace(session.state.cache, length=jnp.array([len(a) - 1 for a in asked], jnp.int32))
+    batch = batch_for(model, asked, random_adapter(), spec_of(num_draft_tokens=5, **spec))
+    cache = dataclasses.replace(batch.state.cache, length=jnp.array([len(a) - 1 for a in asked], jnp.int32))
     keys = row_keys([seed + i % 8 for i in range(len(asked))])
-    state = dataclasses.replace(session.state, cache=cache, keys=keys)
-    return np.asarray(session.program.drafter.noise_ids(context(session.program, model.tree, state)))
+    state = dataclasses.replace(batch.state, cache=cache, keys=keys)
+    return np.asarray(batch.program.drafter.noise_ids(context(batch.program, model.tree, state, ~state.done)))
 
 
 def test_noise_is_reproducible_and_stays_in_its_range():
@@ -285,30 +285,22 @@ def test_auto_takes_the_adapter_that_came_with_the_target():
 def test_nan_behind_the_committed_positions_reaches_nothing_and_caches_stay_in_place():
     tree = {"num_steps": 3, "topk": 2, "num_draft_tokens": 7}
     model, asked = target(), prompts(VOCAB)
-    expected = answers_of(session_for(model, asked, random_adapter(), SpecConfig(**tree)))
-    session = session_for(model, asked, random_adapter(), SpecConfig(**tree))
-    session.prefill()
-    program = partial(run_rounds, model.tree, session.draft_tree, max_rounds=jnp.int32(1), program=session.program)
-    while not bool(session.state.done.all()):
-        table, length = jax.device_get((session.state.cache.page_table, session.state.cache.length))
-        keep = np.zeros(session.state.cache.layers[0].k.shape[:2], bool)
+    expected = answers_of(batch_for(model, asked, random_adapter(), SpecConfig(**tree)))
+    batch = batch_for(model, asked, random_adapter(), SpecConfig(**tree))
+    batch.prefill()
+    while not bool(batch.state.done.all()):
+        table, length = jax.device_get((batch.state.cache.page_table, batch.state.cache.length))
+        keep = np.zeros(batch.state.cache.layers[0].k.shape[:2], bool)
         for row, n in zip(table, length, strict=True):
             keep[row[np.arange(n) // 4], np.arange(n) % 4] = True
         layers = tuple(
-            LayerKV(*(jnp.where(keep[..., None, None], x, jnp.nan) for x in layer)) for layer in session.state.cache.layers
+            LayerKV(*(jnp.where(keep[..., None, None], x, jnp.nan) for x in layer)) for layer in batch.state.cache.layers
         )
-        cache = dataclasses.replace(session.state.cache, layers=layers)
-        session.state = program(state=dataclasses.replace(session.state, cache=cache))
-    assert [answer.tokens for answer in read_answers(session, ())] == expected
-
-    wide = tuple(LayerKV(*(jnp.zeros((4096, *x.shape[1:])) for x in layer)) for layer in session.state.cache.layers)
-    state = dataclasses.replace(session.state, cache=dataclasses.replace(session.state.cache, layers=wide))
-    memory = run_rounds.lower(
-        model.tree, session.draft_tree, state, jnp.int32(9), program=session.program
-    ).compile().memory_analysis()  # fmt: skip
-    sizes = [x.size * x.dtype.itemsize for layer in wide for x in layer]
-    assert memory.alias_size_in_bytes >= sum(sizes)
-    assert memory.temp_size_in_bytes < min(sizes)
+        cache = dataclasses.replace(batch.state.cache, layers=layers)
+        batch.state = dataclasses.replace(batch.state, cache=cache)
+        batch.run(1)
+    assert [log.tokens for log in batch.logs()] == expected
+    assert_caches_are_updated_in_place(batch)
 
 
 @pytest.mark.parametrize("modules", [MODULES, ("q_proj", "v_proj", "up_proj")])

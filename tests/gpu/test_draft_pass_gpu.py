@@ -38,12 +38,13 @@ def test_a_draft_pass(rank, batch, rows, monkeypatch):
     target = ModelParams(shapes.random_tree(decoder.param_shapes(CONFIG), 0, jnp.bfloat16), CONFIG)
     draft = DraftParams(in_blocks(shapes.random_tree(uno_model.param_shapes(adapter), 1, jnp.bfloat16), adapter), adapter)
     case = rounds.RoundCase("uno", "UNO", SpecConfig(num_draft_tokens=rows), batch, 100, None)
-    session = rounds.prepare(case, target, draft, 2)
+    at = rounds.prepare(case, target, draft, 2)
     noise = jnp.arange(batch * (rows - 1), dtype=jnp.int32).reshape(batch, -1) * 7 + 1
 
     def run(adapter):
         def logits(target, adapter):
-            return session.program.drafter.run(adapter, context(session.program, target, session.state), noise)
+            ctx = context(at.program, target, at.state, ~at.state.done)
+            return at.program.drafter.run(adapter, ctx, noise)
 
         return jax.jit(logits)(target.tree, adapter)
 

@@ -10,6 +10,7 @@ import pytest
 from jaxspec import fused_attention, generate
 from jaxspec.benchmarking.shapes import random_tree
 from jaxspec.config import ModelConfig
+from jaxspec.engine.device import Device
 from jaxspec.kvcache import init_layers
 from jaxspec.models import decoder, paged
 from jaxspec.params import ModelParams
@@ -54,12 +55,16 @@ def test_fresh_chunk(T, window):
         assert np.abs(a[start:] - b[start:]).max() <= 0.03 * np.abs(b[start:]).max()
 
 
-def test_long_prompts_take_it_by_themselves(recwarn):
-    params = ModelParams(random_tree(decoder.param_shapes(CONFIG), 0, jnp.bfloat16), CONFIG)
-    prompt = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 700).tolist()
+def test_long_prompts_take_it_by_themselves(recwarn, monkeypatch):
+    config = dataclasses.replace(CONFIG, max_positions=8192)
+    params = ModelParams(random_tree(decoder.param_shapes(config), 0, jnp.bfloat16), config)
+    prompt = np.random.default_rng(0).integers(0, config.vocab_size, 6000).tolist()
+    long, run = [], Device._prefill
+    monkeypatch.setattr(Device, "_prefill", lambda self, each, of: long.append(each.long) or run(self, each, of))
     answers = [
         generate(params, prompt, algorithm="none", max_new_tokens=4, ignore_eos=True, prefill_attention=name).tokens
         for name in ("auto", "cudnn", "auto")
     ]
     assert answers[0] == answers[1] == answers[2]
+    assert long == [True] * 3
     assert not [w for w in recwarn if "cuDNN" in str(w.message)]

@@ -13,10 +13,9 @@ import numpy as np
 from jaxspec.block_tree import best_first
 from jaxspec.config import SpecConfig
 from jaxspec.drafters import dflash_heads, registry
-from jaxspec.generation import start
+from jaxspec.engine.batch import open_batch
 from jaxspec.loading import load_draft
 from jaxspec.round import draft, verify
-from jaxspec.sampling import SamplingParams
 from jaxspec.tree import top_k, unpack_bits
 from tests.parity.checks import Case, Mismatch, load_case
 from tests.parity.checks.eagle import NUM_PAGES, PAGE_SIZE, context, load_target, related, target_features
@@ -116,19 +115,21 @@ def check_end_to_end(folder: Path) -> float:
     head = load_draft(folder, target.config, dtype=jnp.float32)
     a = case.arrays
     prompt, new = a["prompt_ids"].tolist(), len(a["output_ids"]) - len(a["prompt_ids"])
-    session = start(
-        target, [prompt], draft=head, algorithm="DFLASH", spec=SpecConfig(), sampling=[SamplingParams()], stop_ids=[[]],
-        ignore_eos=True, max_new_tokens=new, page_size=PAGE_SIZE, prefill_size=4,
+    batch = open_batch(
+        target, [prompt], draft=head, algorithm="DFLASH", ignore_eos=True, max_new_tokens=new, page_size=PAGE_SIZE,
+        prefill_chunk=4,
     )  # fmt: skip
-    session.prefill()
-    program, state = session.program, session.state
+    batch.prefill()
+    program, state = batch.program, batch.state
     propose, check = jax.jit(draft, static_argnums=0), jax.jit(verify, static_argnums=0)
     for i, (block, committed) in enumerate(zip(a["blocks"], a["committed_per_round"], strict=True)):
-        proposal = propose(program, target.tree, session.draft_tree, state)
+        before = int(state.cache.length[0])
+        state, tree = propose(program, target.tree, batch.draft_tree, state)
         if block.min() >= 0:  # near the limit upstream shortens the block itself, which changes its drafts
-            case.compare(f"blocks[{i}]", proposal.tree.tokens[0], block)
-        state, out = check(program, target.tree, session.draft_tree, state, proposal)
-        if block.min() >= 0 and int(out.count[0]) != committed:
-            raise Mismatch(f"round {i}: {int(out.count[0])} tokens committed instead of {committed}")
+            case.compare(f"blocks[{i}]", tree.tokens[0], block)
+        state = check(program, target.tree, batch.draft_tree, state, tree)
+        count = int(state.cache.length[0]) - before
+        if block.min() >= 0 and count != committed:
+            raise Mismatch(f"round {i}: {count} tokens committed instead of {committed}")
     case.compare("output_ids", state.tokens[0, : len(a["output_ids"])])
     return 0.0

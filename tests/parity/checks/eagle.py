@@ -14,12 +14,12 @@ from jaxspec.config import SpecConfig
 from jaxspec.drafters import eagle_model, registry
 from jaxspec.drafters.base import RoundContext
 from jaxspec.drafters.eagle import EagleDrafter
-from jaxspec.generation import start
+from jaxspec.engine.batch import open_batch
 from jaxspec.kvcache import PagedKVCache
 from jaxspec.loading import ModelParams, load, load_draft
 from jaxspec.models import decoder
 from jaxspec.models.attend import causal_attend
-from jaxspec.round import draft, verify
+from jaxspec.round import RoundState, draft, verify
 from jaxspec.sampling import SamplingParams, row_keys, sampling_state
 from jaxspec.tree import pack_bits, unpack_bits
 from tests.parity.checks import Case, Mismatch, load_case
@@ -63,6 +63,11 @@ def target_features(target: ModelParams, taps: tuple[int, ...], tokens) -> jax.A
     x = decoder.embed(target.tree, target.config, tokens)
     none = [None] * target.config.num_layers
     return decoder.decode(target.tree, target.config, x, positions, causal_attend(positions), none, taps).features
+
+
+def accepted_drafts(state: RoundState, number: int) -> int:
+    """Drafts of the only row that round `number` (from 1) emitted."""
+    return int((state.from_draft[0] & (state.round_of[0] == number)).sum())
 
 
 def chain_drafter(config) -> EagleDrafter:
@@ -161,21 +166,22 @@ def check_end_to_end(folder: Path) -> float:
     shape, prompt = case.info["tree"], case.arrays["prompt_ids"].tolist()
     spec = SpecConfig(num_steps=shape["depth"] + 1, topk=shape["topk"], num_draft_tokens=shape["total"])
     output, rounds = case.arrays["output_ids"], len(case.arrays["accepted"])
-    session = start(
-        target, [prompt], draft=head, algorithm=head.config.algorithm, spec=spec, sampling=[SamplingParams()], stop_ids=[[]],
-        ignore_eos=True, max_new_tokens=len(output) - len(prompt) + shape["depth"] + 2, page_size=PAGE_SIZE, prefill_size=4,
+    batch = open_batch(
+        target, [prompt], draft=head, algorithm=head.config.algorithm, spec=spec, ignore_eos=True,
+        max_new_tokens=len(output) - len(prompt) + shape["depth"] + 2, page_size=PAGE_SIZE, prefill_chunk=4,
     )  # fmt: skip
-    session.prefill()
-    program, state = session.program, session.state
+    batch.prefill()
+    program, state = batch.program, batch.state
     propose = jax.jit(draft, static_argnums=0)
     check = jax.jit(verify, static_argnums=0)
     for i in range(rounds):
-        proposal = propose(program, target.tree, session.draft_tree, state)
+        state, tree = propose(program, target.tree, batch.draft_tree, state)
         case_row = Case(case.folder, case.info, {k: v[i] for k, v in case.arrays.items() if k.startswith("tree_")})
-        case_row.compare("tree_tokens", proposal.tree.tokens[0])
-        case_row.compare("tree_parents", proposal.tree.parent[0])
-        state, out = check(program, target.tree, session.draft_tree, state, proposal)
-        if int(out.num_drafts[0]) != case.arrays["accepted"][i]:
-            raise Mismatch(f"round {i}: {int(out.num_drafts[0])} drafts accepted instead of {case.arrays['accepted'][i]}")
+        case_row.compare("tree_tokens", tree.tokens[0])
+        case_row.compare("tree_parents", tree.parent[0])
+        state = check(program, target.tree, batch.draft_tree, state, tree)
+        accepted = accepted_drafts(state, i + 1)
+        if accepted != case.arrays["accepted"][i]:
+            raise Mismatch(f"round {i}: {accepted} drafts accepted instead of {case.arrays['accepted'][i]}")
     case.compare("output_ids", state.tokens[0, : int(state.cache.length[0])])
     return 0.0
