@@ -22,8 +22,14 @@ SGLang's S, k and N for num_steps, topk and num_draft_tokens are always spelled 
 
 from jaxspec.config import ConfigError, ModelConfig, SpecConfig
 from jaxspec.conversion import convert
+from jaxspec.drafters.dflash_config import DFlashOptions, DSparkOptions
+from jaxspec.drafters.eagle_config import EagleOptions, PEagleOptions
+from jaxspec.drafters.kinds import Kind, register
+from jaxspec.drafters.mtp_config import MtpOptions
 from jaxspec.drafters.ngram_config import NgramConfig
 from jaxspec.drafters.ngram_history import NgramHistory
+from jaxspec.drafters.options import DraftOptions
+from jaxspec.drafters.uno_config import UnoOptions
 from jaxspec.generation import StreamChunk, generate, stream
 from jaxspec.loading import load, load_draft
 from jaxspec.models.forward import forward
@@ -33,20 +39,29 @@ from jaxspec.sampling import SamplingParams
 
 __all__ = [
     "ConfigError",
+    "DFlashOptions",
+    "DSparkOptions",
+    "DraftOptions",
     "DraftParams",
+    "EagleOptions",
     "GenerationResult",
+    "Kind",
     "ModelConfig",
     "ModelParams",
+    "MtpOptions",
     "NgramConfig",
     "NgramHistory",
+    "PEagleOptions",
     "SamplingParams",
     "SpecConfig",
     "Stats",
     "StreamChunk",
+    "UnoOptions",
     "convert",
     "forward",
     "generate",
     "load",
     "load_draft",
+    "register",
     "stream",
 ]

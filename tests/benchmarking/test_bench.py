@@ -155,7 +155,7 @@ def test_the_peer_suite_holds_the_rows_of_the_table():
         suites.peer_suite(["eagle3"])
 
 
-@pytest.mark.parametrize("name", shapes.DRAFTS)
+@pytest.mark.parametrize("name", shapes.drafts())
 def test_random_drafts_fit_their_target(name):
     target = shapes.MODELS["tiny"]
     draft = shapes.random_draft(name, target, jnp.bfloat16)
