@@ -116,7 +116,9 @@ class Bench:
         order = [job for pair in zip(jobs[:40], jobs[40:], strict=True) for job in pair]
         for number, job in enumerate(order):
             half = halves[number >= len(order) // 2]
-            results = self.generate([self.prompt(int(lengths[i])) for i in job], [int(min(news[i], self.args.most)) for i in job])
+            results = self.generate(
+                [self.prompt(int(lengths[i])) for i in job], [int(min(news[i], self.args.most)) for i in job]
+            )
             compiled = results[0].stats.compile_seconds
             half["calls"] += 1
             half["seconds"] += compiled

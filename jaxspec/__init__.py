@@ -30,6 +30,9 @@ from jaxspec.drafters.ngram_config import NgramConfig
 from jaxspec.drafters.ngram_history import NgramHistory
 from jaxspec.drafters.options import DraftOptions
 from jaxspec.drafters.uno_config import UnoOptions
+from jaxspec.engine.config import EngineConfig
+from jaxspec.engine.engine import Engine, EngineStats, EngineStopped, LaunchFailed
+from jaxspec.engine.messages import QueueFull
 from jaxspec.generation import StreamChunk, generate, stream
 from jaxspec.loading import load, load_draft
 from jaxspec.models.forward import forward
@@ -43,8 +46,13 @@ __all__ = [
     "DSparkOptions",
     "DraftOptions",
     "DraftParams",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "EngineStopped",
     "EagleOptions",
     "GenerationResult",
+    "LaunchFailed",
     "Kind",
     "ModelConfig",
     "ModelParams",
@@ -52,6 +60,7 @@ __all__ = [
     "NgramConfig",
     "NgramHistory",
     "PEagleOptions",
+    "QueueFull",
     "SamplingParams",
     "SpecConfig",
     "Stats",

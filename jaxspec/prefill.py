@@ -23,7 +23,7 @@ PREFILL_ATTENTION = ("auto", "paged", "cudnn", "xla")
 
 
 def platform() -> str:
-    """"cpu" or "gpu"."""
+    """ "cpu" or "gpu"."""
     return "cpu" if jax.default_backend() == "cpu" else "gpu"
 
 

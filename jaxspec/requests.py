@@ -160,9 +160,13 @@ def build_requests(
         check_request(one, config.vocab_size, stop_ids[i])
         requests.append(
             Request(
-                rid=str(i), ids=np.asarray(prompt_ids, np.int32), sampling=one,
-                max_new_tokens=whole_number("max_new_tokens", limits[i], 0), stop_ids=stop_ids[i],
-                ignore_eos=bool(ignore[i]), stop=stops[i],
+                rid=str(i),
+                ids=np.asarray(prompt_ids, np.int32),
+                sampling=one,
+                max_new_tokens=whole_number("max_new_tokens", limits[i], 0),
+                stop_ids=stop_ids[i],
+                ignore_eos=bool(ignore[i]),
+                stop=stops[i],
             )  # fmt: skip
         )
     return requests, single

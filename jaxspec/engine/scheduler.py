@@ -340,9 +340,7 @@ class Scheduler:
                 orders.grants.extend((row.index, column, row.pages[column]) for column in range(row.sent, len(row.pages)))
                 orders.capacity[row.index] = len(row.pages) * size
             row.sent = len(row.pages)
-        launch = Launch(
-            self.launches, len(self.rows), self._moves, orders, tuple(admissions), prefills, rounds, CLASSES[kind]
-        )
+        launch = Launch(self.launches, len(self.rows), self._moves, orders, tuple(admissions), prefills, rounds, CLASSES[kind])
         self._clear, self._moves = {}, None
         self.launches += 1
         self._fits = self._fits + 1 if self._bucket(self._active) < len(self.rows) else 0
