@@ -138,6 +138,10 @@ def build_requests(
     Raises:
       ConfigError: a prompt or a parameter that cannot work; the message names it.
     """
+    unknown = sorted(set(keywords) - set(SAMPLING))
+    if unknown:
+        raise TypeError(f"a request has no argument {unknown[0]!r}")
+    keywords = {name: keywords.get(name, getattr(DEFAULTS, name)) for name in SAMPLING}
     config = params.config
     ids, single = encode_prompts(params, prompt, chat)
     count = len(ids)

@@ -111,6 +111,10 @@ class Handle:
             raise self._error
         return self._result
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether the request ends within `timeout` seconds."""
+        return self._over.wait(timeout)
+
     def abort(self) -> None:
         """Ends the request; its result has what had been emitted, with finish reason "abort"."""
         self._engine.abort(self.rid)
@@ -359,10 +363,7 @@ class Engine:
                 self._state = "draining"
             handles = list(self._handles.values())
         end = None if timeout is None else time.perf_counter() + timeout
-        for handle in handles:
-            if not handle._over.wait(None if end is None else max(end - time.perf_counter(), 0)):
-                return False
-        return True
+        return all(handle.wait(None if end is None else max(end - time.perf_counter(), 0)) for handle in handles)
 
     def close(self) -> None:
         """Ends all requests, stops the threads and frees the pools. Calling it again does nothing."""
