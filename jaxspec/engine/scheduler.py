@@ -587,7 +587,7 @@ class Scheduler:
             assert row.index == index and row.job.row is row and not row.retired
             assert row.unread >= 0 and row.known <= self._bound(row)
             slots = len(row.pages) * self.limits.page_size
-            assert table_slots(max(row.fill, row.known), self.limits.slack) <= slots
+            assert row.known <= slots and table_slots(row.fill, self.limits.slack) <= slots
             if row.cursor is not None and row.cursor[0].parent is not row.cursor[0]:
                 node, depth = row.cursor
                 size, ahead = self.limits.page_size, self.limits.key_lookahead
