@@ -86,8 +86,8 @@ class Row:
     """A job's place in the table. Reports and launches hold rows, not indices: a late one never reaches another job's row."""
 
     __slots__ = (
-        "cursor", "decodes_from", "fill", "index", "job", "known", "launched", "limit", "namespace", "pages", "retired",
-        "sent", "unread",
+        "common", "cursor", "decodes_from", "fill", "index", "job", "known", "launched", "limit", "namespace", "pages",
+        "retired", "sent", "unread",
     )  # fmt: skip
 
     def __init__(self, job: Job, index: int, pages: list[int], cached: int, cursor: tuple[Node, int] | None):
@@ -97,6 +97,7 @@ class Row:
         self.sent = -1  # pages that the device knows of; -1 before the admission was launched
         self.unread = 0  # rounds launched for the row whose report was not read
         self.decodes_from: float = math.inf  # the first launch that may run rounds of it
+        self.common: dict[Job, int] = {}  # pages that waiting jobs share with it, while its prefill lasts
         self.retired = False
 
 
@@ -231,6 +232,7 @@ class Scheduler:
 
     def _filled(self, row: Row) -> None:
         """The row's prefill is over: nobody waits for it any more."""
+        row.common.clear()
         waiting = self._first_edges.get(row.job.first_edge)
         if waiting is not None and row in waiting:
             waiting.remove(row)
@@ -255,8 +257,10 @@ class Scheduler:
 
     def _hear(self, row: Row, news: RowReport, decoded: bool) -> Delta | None:
         job = row.job
-        filling, row.known = row.known < row.fill, news.length
         new = len(news.tokens)
+        if not new and news.length == row.known and not news.done:
+            return None
+        filling, row.known = row.known < row.fill, news.length
         if new:
             job.tokens[job.count : job.count + new] = news.tokens
             job.count += new
@@ -524,11 +528,14 @@ class Scheduler:
 
     def _common(self, job: Job, row: Row) -> int:
         """Pages that a job can take over once the row's prefill is over."""
-        ahead, size = self.limits.key_lookahead, self.limits.page_size
-        shortest = min(job.count, row.job.count)
-        differ = np.flatnonzero(job.tokens[:shortest] != row.job.tokens[:shortest])
-        equal = int(differ[0]) if len(differ) else shortest
-        return min(immutable(row.fill, equal, ahead) // size, self._hittable(job))
+        known = row.common.get(job)
+        if known is None:
+            shortest = min(job.count, row.job.count)
+            differ = np.flatnonzero(job.tokens[:shortest] != row.job.tokens[:shortest])
+            equal = int(differ[0]) if len(differ) else shortest
+            positions = immutable(row.fill, equal, self.limits.key_lookahead)
+            known = row.common[job] = min(positions // self.limits.page_size, self._hittable(job))
+        return known
 
     def _place(self, job: Job, promised: int) -> Row | None:
         """Gives a job a row and pages for its prompt and first rounds, if they leave `promised` ones for the others."""
@@ -585,7 +592,7 @@ class Scheduler:
             assert row.index == index and row.job.row is row and not row.retired
             assert row.unread >= 0 and row.known <= self._bound(row)
             slots = len(row.pages) * self.limits.page_size
-            assert table_slots(max(row.fill, row.known), self.limits.slack) <= slots
+            assert row.known <= slots and table_slots(row.fill, self.limits.slack) <= slots
             if row.cursor is not None and row.cursor[0].parent is not row.cursor[0]:
                 node, depth = row.cursor
                 size, ahead = self.limits.page_size, self.limits.key_lookahead
