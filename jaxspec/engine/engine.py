@@ -293,7 +293,7 @@ class Engine:
             if most is not None and waiting + len(handles) > most:
                 raise QueueFull(f"{waiting} requests wait, max_queued_requests={most}")
             for handle in handles:
-                self._core.scheduler.check_request(handle.request)
+                self._core.scheduler.refuse(handle.request)
             self._handles |= {h.rid: h for h in handles}
             self._inbox += [("submit", h.request) for h in handles]
             self._lock.notify_all()

@@ -141,19 +141,32 @@ class Scheduler:
 
     # Requests come and go.
 
+    def refuse(self, request: Request) -> None:
+        """Raises ConfigError for a request that can never run: its prompt is empty or too long, its limit negative."""
+        length = len(request.ids)
+        if not 1 <= length <= self._most:
+            raise ConfigError(
+                f"the prompt of {request.rid!r} has {length} tokens; between 1 and {self._most} fit (max_len="
+                f"{self.limits.max_len}, {self.limits.total_pages} pages of {self.limits.page_size})"
+            )
+        if request.max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens={request.max_new_tokens} must be >= 0")
+
+    @property
+    def _most(self) -> int:
+        """Positions of a request at most."""
+        limits = self.limits
+        return min(limits.max_len, limits.total_pages * limits.page_size - limits.slack)
+
     def add(self, request: Request) -> None:
         """Puts a request into the queue.
 
         Raises:
-          ConfigError: an empty or too long prompt, a name in use, a negative limit.
+          ConfigError: as `refuse`; or a name in use.
           QueueFull: `max_queued` requests wait already.
         """
-        most = min(self.limits.max_len, self.limits.total_pages * self.limits.page_size - self.limits.slack)
+        self.refuse(request)
         length = len(request.ids)
-        if not 1 <= length <= most:
-            raise ConfigError(f"the prompt of {request.rid!r} has {length} tokens; between 1 and {most} fit")
-        if request.max_new_tokens < 0:
-            raise ConfigError(f"max_new_tokens={request.max_new_tokens} must be >= 0")
         if request.rid in self.jobs:
             raise ConfigError(f"rid={request.rid!r} names a request that has not ended; names must be unique")
         if self.config.max_queued is not None and len(self.queue) >= self.config.max_queued:
@@ -164,7 +177,7 @@ class Scheduler:
         first_edge = None
         if length >= size + ahead:
             first_edge = (request.namespace, edges(np.asarray(request.ids, np.int32), 0, 1, size, ahead)[0])
-        limit = min(length + request.max_new_tokens, most)
+        limit = min(length + request.max_new_tokens, self._most)
         job = Job(request, self._arrivals, limit, (urgency, 1, self._arrivals), first_edge)
         self.jobs[request.rid] = job
         if request.group is not None and request.choice == 0:
