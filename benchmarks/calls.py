@@ -154,7 +154,8 @@ class Bench:
     def rows_at(self, batch: int, context: int, capacity: int):
         """A `Batch` behind `context` random tokens with a table of `capacity` positions."""
         rows = open_batch(
-            self.target, [self.prompt(8) for _ in range(batch)], max_new_tokens=8, ignore_eos=True, capacity=capacity, **self.how
+            self.target, [self.prompt(8) for _ in range(batch)], max_new_tokens=8, ignore_eos=True, capacity=capacity,
+            **self.how,
         )  # fmt: skip
         state = at_context(fill_pools(rows.state), context, self.rng.integers(0, 64, (batch, context + 1)))
         pages = state.cache.page_table.shape[1]

@@ -94,13 +94,11 @@ class Call:
         positions = [min(len(r.ids) + r.max_new_tokens, config.max_positions) for r in requests]
         self.pages = sum(pages_for(n + slack, page_size) for n in positions)
         self.long = prefill.prefill_attention(config, dtype, prefill_attention)
-        block = prefill_chunk or prefill.BLOCK[prefill.platform()]
         self.limits = Limits(
-            buckets=prefill.buckets_for(len(requests)), prefill_sizes=prefill.SIZES, block=block,
-            long_sizes=() if self.long is None else (prefill_chunk,) if prefill_chunk else prefill.LONG_SIZES,
+            buckets=prefill.buckets_for(len(requests)), **prefill.program_sizes(self.long, prefill_chunk),
             max_len=prefill.capacity_for(max(positions), config.max_positions), total_pages=self.pages, page_size=page_size,
             max_accept=self.drafter.max_accept, slack=slack, key_lookahead=self.drafter.key_lookahead,
-            separate_blocks=self.drafter.separate_blocks, max_ends=prefill.ENDS,
+            separate_blocks=self.drafter.separate_blocks,
         )  # fmt: skip
 
     def __iter__(self) -> Iterator[tuple[int, Answer]]:

@@ -254,10 +254,9 @@ class Engine:
                 f"mem_fraction_static={c.mem_fraction_static} or max_total_tokens={c.max_total_tokens}, or take a smaller tree"
             )
         return Limits(
-            buckets=prefill.buckets_for(running), prefill_sizes=prefill.SIZES, block=prefill.BLOCK[prefill.platform()],
-            long_sizes=() if self._long is None else prefill.LONG_SIZES, max_len=context, total_pages=pages,
+            buckets=prefill.buckets_for(running), **prefill.program_sizes(self._long), max_len=context, total_pages=pages,
             page_size=c.page_size, max_accept=drafter.max_accept, slack=drafter.slack, key_lookahead=drafter.key_lookahead,
-            separate_blocks=drafter.separate_blocks, max_ends=prefill.ENDS,
+            separate_blocks=drafter.separate_blocks,
         )  # fmt: skip
 
     # What a caller does.
