@@ -11,7 +11,7 @@ from jaxspec.fused_attention import Implementation, serves
 
 BLOCK = {"cpu": 16, "gpu": 64}
 """Prompt positions of a block: a row of a prefill program. A text's blocks stand in one program side by side."""
-SIZES = {"cpu": (1, 2, 4, 8), "gpu": (1, 2, 4, 8, 16, 64)}
+SIZES = {"cpu": (1, 2, 4, 8), "gpu": (2, 4, 8, 16, 32, 64)}
 """Blocks of a prefill program."""
 LONG_SIZES = {"cpu": (256, 1024), "gpu": (2048, 8192)}
 """Positions of programs that take in the beginning of one long prompt as one row: on a GPU through a library's attention, over

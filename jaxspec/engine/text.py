@@ -51,7 +51,7 @@ class Answer:
         self._prompt = [] if tokenizer is None else np.asarray(prompt)[-CONTEXT:].tolist()
         self._done = self._begun = 0  # tokens whose text is out; tokens before them that the next ones are decoded with
         self._sent = self._sent_tokens = 0  # characters and tokens that `piece` has handed out
-        self._log_columns: tuple[np.ndarray, ...] | None = None
+        self._from_draft: list[bool] = []
 
     def add(self, tokens: list[int], from_draft, round_of, proposed_upto, reason: str | None) -> int | None:
         """Takes in new tokens, and how the device says the answer ended.
@@ -63,7 +63,7 @@ class Answer:
             return None
         self.tokens += tokens
         self._log.append((np.asarray(from_draft, bool), np.asarray(round_of), np.asarray(proposed_upto)))
-        self._log_columns = None
+        self._from_draft += self._log[-1][0].tolist()
         self.reason = reason
         if reason == "stop":
             self.matched_stop = self.tokens[-1]
@@ -82,10 +82,10 @@ class Answer:
 
     def _decode(self, shown: int, final: bool) -> None:
         """Appends the text of the tokens up to `shown`, but for a character that is not yet whole (unless it is `final`)."""
-        context = self._prompt + self.tokens[:shown]
-        skip = len(self._prompt)
-        before = self.tokenizer.decode(context[self._begun : skip + self._done])
-        both = self.tokenizer.decode(context[self._begun :])
+        skip, begin = len(self._prompt), self._begun
+        context = self._prompt[begin:] + self.tokens[max(begin - skip, 0) : shown]
+        before = self.tokenizer.decode(context[: skip + self._done - begin])
+        both = self.tokenizer.decode(context)
         if len(both) > len(before) and (final or not both.endswith(REPLACEMENT)):
             self.text += both[len(before) :]
             self._begun, self._done = skip + self._done, shown
@@ -106,16 +106,14 @@ class Answer:
 
     def log(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """from_draft, round_of and proposed_upto of the tokens that count."""
-        if self._log_columns is None:
-            empty = (np.zeros(0, bool), np.zeros(0, np.int32), np.zeros(0, np.int32))
-            self._log_columns = tuple(np.concatenate(column) for column in zip(empty, *self._log, strict=True))
-        return tuple(column[: len(self.tokens)] for column in self._log_columns)
+        empty = (np.zeros(0, bool), np.zeros(0, np.int32), np.zeros(0, np.int32))
+        return tuple(np.concatenate(column)[: len(self.tokens)] for column in zip(empty, *self._log, strict=True))
 
     def piece(self) -> Piece:
         """What is new since the last call: tokens, and text that stays (what a stop string may begin with is held back)."""
         tokens, begin = self.tokens[self._sent_tokens :], self._sent_tokens
         self._sent_tokens = len(self.tokens)
-        from_draft = self.log()[0][begin:].tolist()
+        from_draft = self._from_draft[begin : begin + len(tokens)]
         if self.text is None:
             return Piece(None, tokens, from_draft)
         ready = len(self.text) if self.reason is not None else len(self.text) - self._held()
