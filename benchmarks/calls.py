@@ -16,6 +16,7 @@ prefix    first token of an 8192-token prompt, cold and when its pages are cache
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -23,13 +24,18 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
 from jaxspec.benchmarking import shapes
-from jaxspec.engine import kept
-
-ROOT = Path(__file__).resolve().parents[1]
+from jaxspec.benchmarking.rounds import Runner, at_context, fill_pools
+from jaxspec.benchmarking.simulated import SimulatedAcceptance
+from jaxspec.engine import device, kept
+from jaxspec.engine import rows as table
+from jaxspec.engine.batch import open_batch
+from jaxspec.kvcache import split
+from jaxspec.runtime import compiled
 
 
 def timed(call, repeats: int) -> tuple[float, list]:
@@ -51,8 +57,7 @@ class Bench:
         if args.tokenizer is not None:
             from jaxspec.conversion.tokenizer import Tokenizer
 
-            tokenizer = Tokenizer.from_file(args.tokenizer) if hasattr(Tokenizer, "from_file") else None
-            self.target.tokenizer = tokenizer
+            self.target.tokenizer = Tokenizer(args.tokenizer.read_text())
         draft = None if args.draft == "none" else shapes.random_draft(args.draft, self.target.config, args.dtype)
         steps, topk, nodes = args.tree
         self.how = {"algorithm": "none"} if draft is None else {
@@ -80,7 +85,7 @@ class Bench:
         prompts = [self.prompt(n) for n in lengths]
         self.generate(prompts[:1], 64), self.generate(prompts[:8], 64)
         for size in (1, 8):
-            wall, parts, first, host = [], [], [], []
+            wall, parts, first = [], [], []
             for repeat in range(2):
                 for begin in range(0, 32, size):
                     seconds, results = timed(lambda b=begin, s=size: self.generate(prompts[b : b + s], 64), 1)
@@ -116,7 +121,9 @@ class Bench:
         order = [job for pair in zip(jobs[:40], jobs[40:], strict=True) for job in pair]
         for number, job in enumerate(order):
             half = halves[number >= len(order) // 2]
-            results = self.generate([self.prompt(int(lengths[i])) for i in job], [int(min(news[i], self.args.most)) for i in job])
+            results = self.generate(
+                [self.prompt(int(lengths[i])) for i in job], [int(min(news[i], self.args.most)) for i in job]
+            )
             compiled = results[0].stats.compile_seconds
             half["calls"] += 1
             half["seconds"] += compiled
@@ -144,34 +151,121 @@ class Bench:
         chunk = statistics.median(seconds)
         self.add(part="stream", loop_ms=loop * 1e3, chunk_ms=chunk * 1e3, ratio=chunk / loop)
 
+    def rows_at(self, batch: int, context: int, capacity: int):
+        """A `Batch` behind `context` random tokens with a table of `capacity` positions."""
+        rows = open_batch(
+            self.target, [self.prompt(8) for _ in range(batch)], max_new_tokens=8, ignore_eos=True, capacity=capacity,
+            **self.how,
+        )  # fmt: skip
+        state = at_context(fill_pools(rows.state), context, self.rng.integers(0, 64, (batch, context + 1)))
+        pages = state.cache.page_table.shape[1]
+        table = jnp.arange(1, 1 + batch * pages, dtype=jnp.int32).reshape(batch, pages)
+        rows.state = dataclasses.replace(
+            state, limit=jnp.full_like(state.limit, capacity), capacity=jnp.full_like(state.capacity, pages * 16),
+            cache=dataclasses.replace(state.cache, page_table=table),
+        )  # fmt: skip
+        if rows.program.drafter.max_accept > 1:
+            rows.program = dataclasses.replace(rows.program, verifier=SimulatedAcceptance(3.0))
+        return rows
+
     def widths(self) -> None:
         """A round in tables of several widths."""
-        from jaxspec.engine.batch import open_batch
-
         for batch in (1, 8):
-            for capacity in (640, 1024, 2048, 4096, 8192, 16384):
-                if capacity + 8 > self.target.config.max_positions and capacity > 640:
-                    continue
-                rows = open_batch(
-                    self.target, [self.prompt(8) for _ in range(batch)], max_new_tokens=8, ignore_eos=True, capacity=capacity,
-                    **self.how,
-                )  # fmt: skip
-                from jaxspec.benchmarking.rounds import Runner, at_context, fill_pools
-
-                rows.state = at_context(fill_pools(rows.state), 512, self.rng.integers(0, 64, (batch, 513)))
-                import dataclasses
-
-                rows.state = dataclasses.replace(rows.state, limit=rows.state.limit * 0 + capacity)
-                table = np.arange(1, 1 + batch * rows.state.cache.page_table.shape[1]).reshape(batch, -1).astype(np.int32)
-                rows.state = dataclasses.replace(
-                    rows.state, capacity=rows.state.capacity * 0 + capacity + 64,
-                    cache=dataclasses.replace(rows.state.cache, page_table=jax.numpy.asarray(table)),
-                )  # fmt: skip
-                runner = Runner(rows, 512)
+            for capacity in (1024, 2048, 4096, 16384):
+                runner = Runner(self.rows_at(batch, 512, capacity), 512)
                 runner(4)
                 seconds = [(runner(36) - runner(4)) / 32 for _ in range(3)]
                 self.add(part="widths", batch=batch, capacity=capacity, ms=statistics.median(seconds) * 1e3)
-                del rows, runner
+                del runner
+
+    def launches(self) -> None:
+        """serving.md 10.1: one launch of 64 rounds; 64 of one; the same with orders and a report around each, read late."""
+        for batch in (1, 8, 64):
+            found = self.rows_at(batch, 512, 1024)
+            runner = Runner(found, 512)
+            runner(4)
+            whole = statistics.median([(runner(68) - runner(4)) / 64 for _ in range(3)])
+            runner.reset()
+            found.allow(1)
+            pools, rows = split(found.state)
+            args = (found.tree, found.draft_tree)
+            one, _ = compiled(device.rounds_program, *args, pools, rows, program=found.program)
+            orders = table.pack_orders(batch, 4 * batch + 4, {}, [], {}, 1)
+            obey, _ = compiled(device.orders_program, rows, orders)
+            report, _ = compiled(device.report_program, rows, window=9, rounds=1)
+
+            def again(pools, rows):
+                length = jnp.full_like(rows.cache.length, 512)
+                return pools, dataclasses.replace(rows, cache=dataclasses.replace(rows.cache, length=length))
+
+            def plain(count, pools, rows, one=one, report=report, args=args):
+                for _ in range(count):
+                    pools, rows = one(*args, pools, rows)
+                    rows, _ = report(rows)
+                return pools, rows
+
+            def around(count, pools, rows, one=one, report=report, obey=obey, orders=orders, args=args):
+                flights = []
+                for _ in range(count):
+                    rows = obey(rows, orders)
+                    pools, rows = one(*args, pools, rows)
+                    rows, packed = report(rows)
+                    packed.copy_to_host_async()
+                    flights.append(packed)
+                    if len(flights) > 2:
+                        np.asarray(flights.pop(0))
+                return pools, rows
+
+            times = {}
+            for name, loop in (("launch and report", plain), ("orders, launch, report, read", around)):
+                seconds = []
+                for _ in range(4):
+                    pools, rows = again(pools, rows)
+                    jax.block_until_ready((pools, rows))
+                    begun = time.perf_counter()
+                    pools, rows = loop(64, pools, rows)
+                    jax.block_until_ready(rows)
+                    seconds.append((time.perf_counter() - begun) / 64)
+                times[name] = statistics.median(seconds[1:]) * 1e3
+            self.add(part="launches", batch=batch, loop_of_64_ms=whole * 1e3, **times)
+            del found, runner, pools, rows, one, obey, report
+
+    def engine(self) -> None:
+        """Rows through Python."""
+        for rows in (1, 8, 64):
+            with jaxspec.Engine(
+                self.target, max_running_requests=rows, max_total_tokens=rows * 1536, context_length=1024, **self.how
+            ) as engine:  # fmt: skip
+                prompts = [self.prompt(512) for _ in range(rows)]
+                engine.generate(prompts, max_new_tokens=64, ignore_eos=True)
+                before, begun = engine.stats(), time.perf_counter()
+                results = engine.generate(prompts, max_new_tokens=256, ignore_eos=True)
+                wall, after = time.perf_counter() - begun, engine.stats()
+                rounds = max(r.stats.rounds for r in results)
+                decode = max(r.stats.end_to_end_seconds for r in results) - max(r.stats.time_to_first_token for r in results)
+                launches = after.launches_total - before.launches_total
+                self.add(
+                    part="engine", rows=rows, wall_ms=wall * 1e3, round_ms=decode / rounds * 1e3, rounds=rounds,
+                    first_token_ms=statistics.median(r.stats.time_to_first_token for r in results) * 1e3,
+                    host_ms_a_launch=(after.host_seconds_total - before.host_seconds_total) / launches * 1e3,
+                    waiting_share=(after.device_wait_seconds_total - before.device_wait_seconds_total) / wall,
+                )  # fmt: skip
+
+    def prefix(self) -> None:
+        """A prefix hit."""
+        length = self.args.prefix
+        with jaxspec.Engine(self.target, max_running_requests=4, max_total_tokens=4 * length, **self.how) as engine:
+            cold, warm, cached = [], [], []
+            for _ in range(4):
+                prompt = self.prompt(length)
+                cold.append(engine.generate(prompt, max_new_tokens=2, ignore_eos=True).stats.time_to_first_token)
+                again = engine.generate(prompt[:-32] + self.prompt(32), max_new_tokens=2, ignore_eos=True).stats
+                warm.append(again.time_to_first_token)
+                cached.append(again.cached_tokens)
+            self.add(
+                part="prefix", tokens=length, cold_ms=statistics.median(cold[1:]) * 1e3,
+                hit_ms=statistics.median(warm[1:]) * 1e3, cached_tokens=cached[-1],
+            )  # fmt: skip
 
 
 def main() -> int:
@@ -181,6 +275,7 @@ def main() -> int:
     parser.add_argument("--tree", type=int, nargs=3, default=(3, 1, 4), metavar=("STEPS", "TOPK", "NODES"))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json, so that answers are decoded as well")
+    parser.add_argument("--prefix", type=int, default=8192, help="tokens of `prefix`'s prompts (default: 8192)")
     parser.add_argument("--most", type=int, default=400, help="new tokens of `programs` at most (default: 400)")
     parser.add_argument(
         "--parts", nargs="+", default=["calls"],

@@ -22,8 +22,17 @@ SGLang's S, k and N for num_steps, topk and num_draft_tokens are always spelled 
 
 from jaxspec.config import ConfigError, ModelConfig, SpecConfig
 from jaxspec.conversion import convert
+from jaxspec.drafters.dflash_config import DFlashOptions, DSparkOptions
+from jaxspec.drafters.eagle_config import EagleOptions, PEagleOptions
+from jaxspec.drafters.kinds import Kind, register
+from jaxspec.drafters.mtp_config import MtpOptions
 from jaxspec.drafters.ngram_config import NgramConfig
 from jaxspec.drafters.ngram_history import NgramHistory
+from jaxspec.drafters.options import DraftOptions
+from jaxspec.drafters.uno_config import UnoOptions
+from jaxspec.engine.config import EngineConfig
+from jaxspec.engine.engine import Engine, EngineStats, EngineStopped, LaunchFailed
+from jaxspec.engine.messages import QueueFull
 from jaxspec.generation import StreamChunk, generate, stream
 from jaxspec.loading import load, load_draft
 from jaxspec.models.forward import forward
@@ -33,20 +42,35 @@ from jaxspec.sampling import SamplingParams
 
 __all__ = [
     "ConfigError",
+    "DFlashOptions",
+    "DSparkOptions",
+    "DraftOptions",
     "DraftParams",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "EngineStopped",
+    "EagleOptions",
     "GenerationResult",
+    "LaunchFailed",
+    "Kind",
     "ModelConfig",
     "ModelParams",
+    "MtpOptions",
     "NgramConfig",
     "NgramHistory",
+    "PEagleOptions",
+    "QueueFull",
     "SamplingParams",
     "SpecConfig",
     "Stats",
     "StreamChunk",
+    "UnoOptions",
     "convert",
     "forward",
     "generate",
     "load",
     "load_draft",
+    "register",
     "stream",
 ]

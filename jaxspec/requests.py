@@ -138,6 +138,10 @@ def build_requests(
     Raises:
       ConfigError: a prompt or a parameter that cannot work; the message names it.
     """
+    unknown = sorted(set(keywords) - set(SAMPLING))
+    if unknown:
+        raise TypeError(f"a request has no argument {unknown[0]!r}")
+    keywords = {name: keywords.get(name, getattr(DEFAULTS, name)) for name in SAMPLING}
     config = params.config
     ids, single = encode_prompts(params, prompt, chat)
     count = len(ids)
@@ -160,9 +164,13 @@ def build_requests(
         check_request(one, config.vocab_size, stop_ids[i])
         requests.append(
             Request(
-                rid=str(i), ids=np.asarray(prompt_ids, np.int32), sampling=one,
-                max_new_tokens=whole_number("max_new_tokens", limits[i], 0), stop_ids=stop_ids[i],
-                ignore_eos=bool(ignore[i]), stop=stops[i],
+                rid=str(i),
+                ids=np.asarray(prompt_ids, np.int32),
+                sampling=one,
+                max_new_tokens=whole_number("max_new_tokens", limits[i], 0),
+                stop_ids=stop_ids[i],
+                ignore_eos=bool(ignore[i]),
+                stop=stops[i],
             )  # fmt: skip
         )
     return requests, single

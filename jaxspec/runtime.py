@@ -104,16 +104,28 @@ def compiled(function, *args, graphs: bool = True, **static) -> tuple[Any, float
 
 def available_bytes() -> int | None:
     """Memory that a new pool may take: free memory of the first device, or of this machine for a CPU; None if unknown."""
+    found = _memory()
+    return None if found is None else found[1]
+
+
+def total_bytes() -> int | None:
+    """Memory of the first device, or of this machine for a CPU; None if unknown."""
+    found = _memory()
+    return None if found is None else found[0]
+
+
+def _memory() -> tuple[int, int] | None:
+    """(all, free) bytes."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
         if "bytes_limit" not in stats:
             return None
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+        return stats["bytes_limit"], stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     try:
         with open("/proc/meminfo") as lines:
             fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        return tuple(int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     except (OSError, KeyError, ValueError):
         return None
 

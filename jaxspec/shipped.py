@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxspec.config import ModelConfig
 from jaxspec.conversion import store
-from jaxspec.conversion.sources import shapes_of
+from jaxspec.drafters.kinds import shapes_of
 from jaxspec.drafters.measured import Measurement
 from jaxspec.params import Deferred, DraftParams, ModelParams
 

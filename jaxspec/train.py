@@ -34,7 +34,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """
     from jaxspec.training import heads
 
-    words = [i for i, word in enumerate(arguments) if word in heads.MODULES or word == "data"]
+    words = [i for i, word in enumerate(arguments) if word in heads.modules() or word == "data"]
     words.sort(key=lambda i: i > 0 and arguments[i - 1].startswith("-"))
     names = list(dict.fromkeys(arguments[i] for i in words))
     for name in names:
@@ -60,7 +60,7 @@ def parser(head: str | None, cls: type[argparse.ArgumentParser] = argparse.Argum
         epilog="Example: python -m jaxspec.train eagle3 --target smollm2-135m --out ./head --minutes 10. "
         "HEAD may be 'data': then only --data is written.",
     )
-    p.add_argument("head", metavar="HEAD", choices=[*heads.MODULES, "data"], help=f"{', '.join(heads.MODULES)}, or data")
+    p.add_argument("head", metavar="HEAD", choices=[*heads.modules(), "data"], help=f"{', '.join(heads.modules())}, or data")
     p.add_argument("--target", required=True, help="converted folder, HF folder, GGUF file, hub id or smollm2-135m")
     p.add_argument("--out", metavar="DIR", help="folder of the trained head (HEAD data: may be left out)")
     p.add_argument("--data", metavar="FILE", help="rows to train on: read if the file exists, else written there")
@@ -85,7 +85,7 @@ def parser(head: str | None, cls: type[argparse.ArgumentParser] = argparse.Argum
 
     group = p.add_argument_group("training")
     helps, plain = cli.field_help(TrainOptions), TrainOptions(steps=1)
-    module = heads.head_module(head) if head in heads.MODULES else None
+    module = heads.head_module(head) if head in heads.modules() else None
     rate = "the head's" if module is None else module.LEARNING_RATE
     decay = "the head's" if module is None else getattr(module, "WEIGHT_DECAY", 0.0)
     group.add_argument("--steps", type=int, help="optimiser steps, in place of --minutes")

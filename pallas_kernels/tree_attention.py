@@ -17,6 +17,8 @@ from pallas_kernels import device, reference, tilings, tree_attention_triton
 from pallas_kernels.tilings import Problem, Tiling
 
 Backend = Literal["reference", "triton", "mosaic"]
+FEW_SLOTS = 512
+"""Slots of a table up to which the jnp path looks at all of them at once."""
 
 
 @functools.cache
@@ -102,7 +104,8 @@ def tree_attention(
     arguments = (q, k_pages, v_pages, page_table, length, visible, positions, inflight_positions)
     options = {"scale": scale, "window": window, "sink": sink, "softcap": softcap}
     if backend == "reference":
-        return reference.tree_attention(*arguments, **options)
+        plain = reference.tree_attention if num_slots <= FEW_SLOTS else reference.blocked_attention
+        return plain(*arguments, **options)
     module = {"triton": tree_attention_triton, "mosaic": _mosaic()}.get(backend)
     if module is None or not module.serves(q, k_pages, v_pages):
         raise ValueError(

@@ -74,7 +74,7 @@ def test_every_field_is_an_option_in_both_spellings():
             ["--speculative-num-steps", "3", "--speculative-eagle-topk", "2", "--speculative-ngram-match-type", "PROB"]
         )
     )
-    assert plain == prefixed == SpecConfig(num_steps=3, topk=2, ngram_match_type="PROB")
+    assert plain == prefixed == SpecConfig(num_steps=3, topk=2, options={"ngram_match_type": "PROB"})
     text = parser.format_help()
     for name in ("draft levels", "most recent first", "lossless", "default: 18"):
         assert name in " ".join(text.split())

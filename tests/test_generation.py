@@ -65,9 +65,9 @@ def test_greedy_output_equals_plain_decoding(name, reference):
 def test_a_first_chunk_attended_to_by_a_library_changes_no_answer(case, chunk, reference, monkeypatch):
     """Prompts that are long beside the sizes of the programs."""
     prompts, expected = reference
-    monkeypatch.setattr(prefill, "SIZES", (1, 2))
-    monkeypatch.setattr(prefill, "BLOCK", {"cpu": 4, "gpu": 4})
-    monkeypatch.setattr(prefill, "LONG_SIZES", (8,))
+    monkeypatch.setattr(prefill, "SIZES", {"cpu": (1, 2)})
+    monkeypatch.setattr(prefill, "BLOCK", {"cpu": 4})
+    monkeypatch.setattr(prefill, "LONG_SIZES", {"cpu": (8,), "gpu": (8,)})
     long, run = [], Device._prefill
     monkeypatch.setattr(Device, "_prefill", lambda self, each, of: long.append(each.long) or run(self, each, of))
     options = {"algorithm": "none", **options_of(case)} if not case else options_of(case)

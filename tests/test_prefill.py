@@ -12,6 +12,8 @@ from jaxspec import prefill
 from jaxspec.engine.blocks import choose_size, pack_prefill
 from jaxspec.engine.messages import Limits
 
+SIZES, LONG_SIZES = prefill.SIZES["gpu"], prefill.LONG_SIZES["gpu"]
+
 
 @dataclasses.dataclass
 class Filling:
@@ -25,7 +27,7 @@ class Filling:
 
 def limits(**changes) -> Limits:
     sizes = dict(
-        buckets=(1,), prefill_sizes=prefill.SIZES, block=64, long_sizes=prefill.LONG_SIZES, max_len=1 << 17, total_pages=1,
+        buckets=(1,), prefill_sizes=SIZES, block=64, long_sizes=LONG_SIZES, max_len=1 << 17, total_pages=1,
         page_size=16, max_accept=1, slack=1, key_lookahead=0, max_ends=prefill.ENDS,
     )  # fmt: skip
     return Limits(**{**sizes, **changes})
@@ -60,21 +62,21 @@ def test_rows_have_room_in_few_sizes(positions, context, capacity):
 
 @given(st.integers(1, 200), st.integers(1, 200))
 def test_a_program_is_at_most_a_third_padding(blocks, most):
-    size = choose_size(blocks, prefill.SIZES, most)
-    assert size in prefill.SIZES
-    assert size <= most or size == prefill.SIZES[0]
+    size = choose_size(blocks, SIZES, most)
+    assert size in SIZES
+    assert size <= most or size == SIZES[0]
     assert 3 * (size - min(size, blocks)) <= size
-    assert size >= min(blocks, most) or size == max(s for s in prefill.SIZES if s <= min(blocks, most))
+    assert size >= min(blocks, most) or size == max(s for s in SIZES if s <= min(blocks, most))
 
 
 @settings(deadline=None)
 @given(
     st.lists(st.integers(1, 9000), min_size=1, max_size=40), st.sampled_from([64, 512, 8192]), st.booleans(), st.booleans(),
-    st.booleans(),
+    st.booleans(), st.booleans(),
 )  # fmt: skip
-def test_prompts_are_taken_in_whole_with_little_padding(fills, budget, allow_long, separate, fresh):
+def test_prompts_are_taken_in_whole_with_little_padding(fills, budget, allow_long, separate, long, anywhere):
     """Pass after pass: every position once and in order, at most a third of what is launched is padded blocks."""
-    bounds = limits(separate_blocks=separate, long_sizes=prefill.LONG_SIZES if fresh else ())
+    bounds = limits(separate_blocks=separate, long_sizes=LONG_SIZES if long else (), long_anywhere=anywhere)
     rows = [Filling(i, n) for i, n in enumerate(fills)]
     at = [0] * len(rows)
     while waiting := [row for row in rows if row.launched < row.fill]:
@@ -91,9 +93,9 @@ def test_prompts_are_taken_in_whole_with_little_padding(fills, budget, allow_lon
                 ends += at[block.row] == fills[block.row]
             assert ends <= bounds.max_ends
             if program.long:
-                assert allow_long and fresh and program.blocks[0].start == 0
+                assert allow_long and long and (anywhere or program.blocks[0].start == 0)
                 assert 3 * (program.size - program.blocks[0].count) <= program.size
-                assert fills[program.blocks[0].row] > bounds.prefill_sizes[-1] * bounds.block
+                assert fills[program.blocks[0].row] - program.blocks[0].start > bounds.prefill_sizes[-1] * bounds.block
             else:
                 assert 3 * (program.size - len(program.blocks)) <= program.size
                 assert all(block.count <= bounds.block for block in program.blocks)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import ConfigError, DraftParams, ModelParams, SpecConfig, loading, shipped
+from jaxspec import ConfigError, DraftParams, EagleOptions, ModelParams, SpecConfig, loading, shipped
 from jaxspec.conversion import store
 from jaxspec.conversion.mapping import flatten
 from jaxspec.drafters import registry
@@ -132,7 +132,7 @@ def test_what_was_measured_settles_head_and_tree(heads, monkeypatch):
 
     def automatic(spec=SpecConfig(), algorithm="auto"):  # noqa: B008 (frozen)
         name, draft = registry.choose(algorithm, params, None)
-        found = registry.ALGORITHMS[name].resolve(spec, params.config, draft)
+        found = registry.resolve(name, spec, params.config, draft)
         return name, (found.num_steps, found.topk, found.num_draft_tokens)
 
     assert automatic() == ("EAGLE3", (3, 2, 6))
@@ -151,7 +151,7 @@ def test_the_rules_for_drafts_without_figures():
     assert with_measured_tree(SpecConfig(), draft) == with_measured_tree(SpecConfig(), None) == SpecConfig()
     chain = DraftParams({}, None, "", (Measurement(jax.default_backend(), 4, 1, 5, 2.0, 1.5),))
     assert with_measured_tree(SpecConfig(use_rejection_sampling=True), chain).num_steps == 4
-    assert with_measured_tree(SpecConfig(static_tree="0"), chain).num_steps is None
+    assert with_measured_tree(SpecConfig(options=EagleOptions(static_tree="0")), chain).num_steps is None
 
 
 def test_eagle_means_mtp_layers_only_where_there_is_no_eagle_head(heads):

@@ -52,10 +52,10 @@ def test_a_line_that_says_something_wrong(line, complaint, capsys):
 def test_the_help_states_the_heads_own_defaults(capsys):
     from jaxspec.training import eagle3, heads
 
-    other = next(m for m in map(heads.head_module, heads.MODULES) if getattr(m, "WEIGHT_DECAY", 0.0))
+    other = next(m for m in map(heads.head_module, heads.modules()) if getattr(m, "WEIGHT_DECAY", 0.0))
     for module in (eagle3, other):
         with pytest.raises(SystemExit):
-            command.parse([next(k for k, v in heads.MODULES.items() if v == module.__name__), "--help"])
+            command.parse([next(k for k, v in heads.modules().items() if v == module.__name__), "--help"])
         text = " ".join(capsys.readouterr().out.split())
         assert f"AdamW's peak (default: {module.LEARNING_RATE})" in text
         assert f"AdamW's (default: {getattr(module, 'WEIGHT_DECAY', 0.0)})" in text

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from jaxspec.config import ConfigError, SpecConfig
 from jaxspec.generation import generate
-from jaxspec.prefill import LONG_SIZES, prefill_attention
+from jaxspec.prefill import first_attention
 from jaxspec.results import GenerationResult
 
 
@@ -158,7 +158,7 @@ def measure_prefill(
     """
     rows, dtype = [], params.tree["embedder"]["embedding"].dtype
     for length in lengths:
-        ran = "paged" if length <= LONG_SIZES[0] else prefill_attention(params.config, dtype, attention) or "paged"
+        ran = first_attention(params.config, dtype, attention, length) or "paged"
         prompts = random_prompts(params.config.vocab_size, length, batch)
         settings = {
             "algorithm": "none", "max_new_tokens": 1, "ignore_eos": True, "prefill_attention": attention, **options

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import ConfigError, ModelConfig, RopeConfig
-from jaxspec.drafters import dflash_model, eagle_model, mtp_model, uno_model
 from jaxspec.drafters.dflash_config import DFlashConfig
 from jaxspec.drafters.dflash_config import default_taps as dflash_taps
 from jaxspec.drafters.eagle_config import EagleConfig
 from jaxspec.drafters.eagle_config import default_taps as eagle_taps
+from jaxspec.drafters.kinds import KINDS, imported, shapes_of
 from jaxspec.drafters.mtp_config import MtpConfig, mtp_config
 from jaxspec.drafters.uno_config import UnoConfig
 from jaxspec.models import decoder
@@ -99,15 +99,9 @@ def _layers(target: ModelConfig, num_layers: int) -> ModelConfig:
     )  # fmt: skip
 
 
-DRAFTS: dict[str, tuple[Callable[[ModelConfig], Any], Callable[[Any], dict]]] = {
-    "eagle3": (eagle3, eagle_model.param_shapes),
-    "eagle": (eagle2, eagle_model.param_shapes),
-    "dflash": (dflash, dflash_model.param_shapes),
-    "dspark": (dspark, dflash_model.param_shapes),
-    "mtp": (mtp, mtp_model.param_shapes),
-    "uno": (uno, uno_model.param_shapes),
-}
-"""Drafts of a target by name: (configuration for a target, shapes of the parameters)."""
+def drafts() -> dict[str, Callable[[ModelConfig], Any]]:
+    """Drafts of a target by name: (the target's configuration) -> that of a draft of a well-known shape."""
+    return {kind.head: imported(kind.example) for kind in KINDS.values() if kind.head is not None and kind.example is not None}
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype", "fan_in"))
@@ -152,11 +146,11 @@ def random_model(name: str, dtype: Any, seed: int = 0) -> ModelParams:
 
 
 def random_draft(name: str, target: ModelConfig, dtype: Any, seed: int = 1) -> DraftParams | ModelParams:
-    """A draft for a target: one of `DRAFTS`, or a model of a built-in shape for STANDALONE."""
-    if name in DRAFTS:
-        make, shapes = DRAFTS[name]
-        config = make(target)
-        return DraftParams(random_tree(shapes(config), seed, dtype), config, f"random weights, {name}")
+    """A draft for a target: one of `drafts`, or a model of a built-in shape for STANDALONE."""
+    known = drafts()
+    if name in known:
+        config = known[name](target)
+        return DraftParams(random_tree(shapes_of(config), seed, dtype), config, f"random weights, {name}")
     if name not in MODELS:
-        raise ConfigError(f"no built-in draft is called {name!r}; there are {', '.join((*DRAFTS, *MODELS))}")
+        raise ConfigError(f"no built-in draft is called {name!r}; there are {', '.join((*known, *MODELS))}")
     return random_model(name, dtype, seed)

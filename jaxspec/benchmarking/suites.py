@@ -20,7 +20,7 @@ from jaxspec.params import ModelParams
 
 @dataclasses.dataclass(frozen=True)
 class SuiteCase:
-    """A case with the built-in shapes that it needs (`shapes.MODELS`, `shapes.DRAFTS`)."""
+    """A case with the built-in shapes that it needs (`shapes.MODELS`, `shapes.drafts`)."""
 
     case: RoundCase
     draft: str | None = None

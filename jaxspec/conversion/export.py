@@ -1,7 +1,7 @@
 """Back to Hugging Face: the rules run the other way, safetensors are streamed, ``config.json`` is written for transformers.
 
-`CONFIGS` has one small function per family (the inverse of `jaxspec.conversion.hf_config.FAMILIES`), `EXPORTERS` one entry per
-class of configuration, so that draft heads can be exported too.
+`CONFIGS` has one small function per family (the inverse of `jaxspec.conversion.hf_config.FAMILIES`); what becomes of a draft
+head, its kind's record says (`jaxspec.drafters.kinds.Format`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxspec.config import ModelConfig, RopeConfig
-from jaxspec.conversion import deepseek, hf, mtp, peft
+from jaxspec.conversion import deepseek, hf, peft
 from jaxspec.conversion.dflash_export import export_dflash
 from jaxspec.conversion.eagle_export import export_eagle
 from jaxspec.conversion.errors import ConversionError
@@ -26,6 +26,7 @@ from jaxspec.conversion.readers import SAFETENSORS_DTYPES, TensorSource
 from jaxspec.conversion.tokenizer import TokenizerFiles
 from jaxspec.drafters.dflash_config import DFlashConfig
 from jaxspec.drafters.eagle_config import EagleConfig
+from jaxspec.drafters.kinds import format_of, imported
 from jaxspec.drafters.mtp_config import MtpConfig
 from jaxspec.drafters.uno_config import UnoConfig
 
@@ -207,27 +208,9 @@ def uno_export(config: UnoConfig) -> Export:
 
 
 def mtp_export(config: MtpConfig) -> Export:
-    """MTP layers in a folder of their own; those that came with a target go into its files (`COMPANIONS`)."""
+    """MTP layers in a folder of their own; those that came with a target go into its files (`mtp.export_with_target`)."""
     rules, keys = export_alone(config, common_keys(config.layers))
     return Export(tuple(rules), keys)
-
-
-EXPORTERS: dict[type, Callable[[Any], Export]] = {
-    ModelConfig: model_export,
-    EagleConfig: eagle_export,
-    DFlashConfig: dflash_export,
-    MtpConfig: mtp_export,
-    UnoConfig: uno_export,
-}
-"""Class of configuration → its published format."""
-
-Companion = Callable[[Any, ModelConfig, list[Rule], str], tuple[list[Rule], dict[str, Any]]]
-COMPANIONS: dict[type, Companion] = {MtpConfig: mtp.export_with_target}
-"""Class of a draft that is published in its target's files → (draft, target, the target's rules, path in front of the draft's
-parameters) → all rules and further keys of ``config.json``."""
-
-FOLDERS: dict[type, str] = {UnoConfig: peft.FOLDER}
-"""Class of a draft that is published beside its target in a folder of its own → that folder."""
 
 
 def export_of(config: Any, drafts: Mapping[str, Any] | None = None) -> Export:
@@ -235,13 +218,15 @@ def export_of(config: Any, drafts: Mapping[str, Any] | None = None) -> Export:
 
     Raises ConversionError when one of them has none here.
     """
-    if type(config) not in EXPORTERS:
+    write = format_of(config).export
+    if write is None:
         raise ConversionError(f"a {type(config).__name__} cannot be exported to a published format")
-    export = EXPORTERS[type(config)](config)
+    export = imported(write)(config)
     for name, draft in (drafts or {}).items():
-        if type(draft) not in COMPANIONS:
+        within = format_of(draft).within_target
+        if within is None:
             raise ConversionError(f"the draft head {name!r} has no export inside its target's files: export it on its own")
-        rules, keys = COMPANIONS[type(draft)](draft, config, list(export.rules), f"drafts/{name}/")
+        rules, keys = imported(within)(draft, config, list(export.rules), f"drafts/{name}/")
         export = Export(tuple(rules), export.config | keys)
     return export
 

@@ -55,8 +55,8 @@ def matches(folder: Path) -> bool:
     return (folder / CONFIG_FILE).exists() or not (folder / "config.json").exists()
 
 
-def open_peft(folder: Path, target: ModelConfig | None) -> tuple[UnoConfig, TensorSource, list[Rule]]:
-    """Opens an adapter: its configuration, tensors and rules.
+def open_peft(folder: Path, target: ModelConfig | None) -> tuple[UnoConfig, TensorSource, list[Rule], tuple[Ignored, ...]]:
+    """Opens an adapter: its configuration, tensors, rules and the tensors that may stay unused: none.
 
     Args:
       folder: the folder, or one that holds it as ``adapter``.
@@ -77,7 +77,7 @@ def open_peft(folder: Path, target: ModelConfig | None) -> tuple[UnoConfig, Tens
         config = read_config(raw, modules, target)
     except (ConfigError, ConversionError) as error:
         raise ConversionError(f"{folder}: {error}") from None
-    return config, tensors, rules_of(config, prefix)
+    return config, tensors, rules_of(config, prefix), ()
 
 
 def find_modules(tensors: TensorSource, target: ModelConfig) -> tuple[str, tuple[str, ...]]:
@@ -218,6 +218,6 @@ def with_target(folder: Path, target: ModelConfig, tensors: TensorSource) -> tup
     """The adapter in a target's folder, with the tensors of both; None when it holds none."""
     if not (folder / FOLDER / CONFIG_FILE).exists():
         return None
-    config, own, rules = open_peft(folder / FOLDER, target)
+    config, own, rules, _ = open_peft(folder / FOLDER, target)
     renamed = [Rule(r.target, tuple(f"{FOLDER}/{s}" for s in r.sources), r.transform) for r in rules]
     return config, JoinedTensors(tensors, own), renamed

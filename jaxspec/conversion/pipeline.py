@@ -17,9 +17,10 @@ import numpy as np
 from jaxspec.config import ModelConfig
 from jaxspec.conversion import store
 from jaxspec.conversion.errors import ConversionError
-from jaxspec.conversion.export import FOLDERS, export_of, write_hf
+from jaxspec.conversion.export import export_of, write_hf
 from jaxspec.conversion.quantize import check_method
 from jaxspec.conversion.sources import Checkpoint, Part, open_checkpoint
+from jaxspec.drafters.kinds import format_of
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -130,7 +131,7 @@ def write_converted(
 
 def export_hf(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, progress: bool) -> None:
     """Safetensors, ``config.json`` and tokenizer files for transformers; drafts in the same files or folders of their own."""
-    apart = {name: part for name, part in checkpoint.drafts.items() if type(part.config) in FOLDERS}
+    apart = {name: part for name, part in checkpoint.drafts.items() if format_of(part.config).folder is not None}
     within = {name: part for name, part in checkpoint.drafts.items() if name not in apart}
     rules, shapes = dataclasses.replace(checkpoint, drafts=within).joined()
     whole = Part(checkpoint.config, shapes, tuple(rules))
@@ -144,7 +145,7 @@ def export_hf(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, prog
             whole, checkpoint.tensors, folder, export=export, build=build, dtype=dtype, tokenizer=checkpoint.tokenizer
         )  # fmt: skip
         for part in apart.values():
-            beside = folder / FOLDERS[type(part.config)]
+            beside = folder / format_of(part.config).folder
             beside.mkdir()
             write_hf(part, checkpoint.tensors, beside, build=build, dtype=dtype)
 

@@ -1,4 +1,4 @@
-"""What is this path? Every kind of source is one entry of `RECOGNISERS`, which opens it as a `Checkpoint`.
+"""What is this path? Every kind of source is one of the `recognisers`, which opens it as a `Checkpoint`.
 
 A `Checkpoint` is lazy: it knows the configuration, the names and shapes of all tensors and the table of rules, and has read
 no weights. `jaxspec.load` and ``python -m jaxspec.convert`` do the same from there on.
@@ -16,15 +16,12 @@ import numpy as np
 from jaxspec.config import ModelConfig
 from jaxspec.conversion import (
     deepseek,
-    dflash,
-    eagle,
     gguf,
     gguf_reader,
     gguf_tokenizer,
     hf,
     hf_config,
     mtp,
-    mtp_alone,
     peft,
     store,
 )  # fmt: skip
@@ -32,15 +29,7 @@ from jaxspec.conversion.errors import ConversionError, MissingFileError
 from jaxspec.conversion.mapping import COPY, Ignored, Rule, build, check, flatten, table
 from jaxspec.conversion.readers import TensorSource, open_tensors
 from jaxspec.conversion.tokenizer import TokenizerFiles
-from jaxspec.drafters.dflash_config import DFlashConfig
-from jaxspec.drafters.dflash_model import param_shapes as dflash_shapes
-from jaxspec.drafters.eagle_config import EagleConfig
-from jaxspec.drafters.eagle_model import param_shapes as eagle_shapes
-from jaxspec.drafters.mtp_config import MtpConfig
-from jaxspec.drafters.mtp_model import param_shapes as mtp_shapes
-from jaxspec.drafters.uno_config import UnoConfig
-from jaxspec.drafters.uno_model import param_shapes as uno_shapes
-from jaxspec.models.decoder import param_shapes
+from jaxspec.drafters.kinds import Source, algorithm_of, formats, imported, shapes_of
 
 
 @dataclass(frozen=True)
@@ -116,11 +105,15 @@ Opener = Callable[[Path, ModelConfig | None], Checkpoint]
 
 @dataclass(frozen=True)
 class Recogniser:
-    """``matches(path)`` looks at names and small JSON files only; ``open(path, target)`` may need the target's config."""
+    """``matches(path)`` looks at names and small JSON files only; ``open(path, target)`` may need the target's config.
+
+    One with `needs_target` is left out where there is none.
+    """
 
     format: str
     matches: Callable[[Path], bool]
     open: Opener
+    needs_target: bool = False
 
 
 def open_converted(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
@@ -164,38 +157,6 @@ def open_hf(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
     return Checkpoint(folder, "Hugging Face folder", main, tensors, tuple(ignored), TokenizerFiles.of_folder(folder), drafts)
 
 
-def open_hybrid_mtp(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
-    """The MTP layer of a Qwen3-Next folder as a draft; without a target's configuration the folder is refused."""
-    if target is None:
-        return open_hf(folder)
-    config, tensors, rules, ignored = mtp.open_hybrid_mtp(folder, target)
-    return Checkpoint(folder, "MTP layer", Part(config, shapes_of(config), tuple(rules)), tensors, tuple(ignored))
-
-
-def open_mtp(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
-    """MTP layers in a folder of their own."""
-    config, tensors, rules, ignored = mtp_alone.open_alone(folder, target)
-    return Checkpoint(folder, "MTP draft", Part(config, shapes_of(config), tuple(rules)), tensors, tuple(ignored))
-
-
-def open_eagle(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
-    """An EAGLE draft head in any published layout."""
-    config, tensors, rules, ignored = eagle.open_eagle(folder, target)
-    return Checkpoint(folder, f"{config.algorithm} draft head", Part(config, shapes_of(config), tuple(rules)), tensors, ignored)
-
-
-def open_dflash(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
-    """A block draft (DFlash, DSpark) in any published layout."""
-    config, tensors, rules, ignored = dflash.open_dflash(folder, target)
-    return Checkpoint(folder, f"{config.algorithm} draft", Part(config, shapes_of(config), tuple(rules)), tensors, ignored)
-
-
-def open_peft(folder: Path, target: ModelConfig | None = None) -> Checkpoint:
-    """A UNO adapter in PEFT's format."""
-    config, tensors, rules = peft.open_peft(folder, target)
-    return Checkpoint(folder, "UNO adapter", Part(config, shapes_of(config), tuple(rules)), tensors)
-
-
 def open_gguf(file: Path, target: ModelConfig | None = None) -> Checkpoint:
     """A GGUF file, dequantised to float32 as it is read."""
     del target
@@ -205,32 +166,29 @@ def open_gguf(file: Path, target: ModelConfig | None = None) -> Checkpoint:
     return Checkpoint(file, "GGUF file", main, reader, gguf.IGNORED, tokenizer)
 
 
-SHAPES: dict[type, Callable[[Any], Mapping]] = {
-    ModelConfig: param_shapes,
-    MtpConfig: mtp_shapes,
-    EagleConfig: eagle_shapes,
-    DFlashConfig: dflash_shapes,
-    UnoConfig: uno_shapes,
-}
-"""Configuration class → the shapes of its parameter tree."""
+def draft_recogniser(source: Source) -> Recogniser:
+    """A published layout of a kind of draft as a recogniser."""
+
+    def open_draft(path: Path, target: ModelConfig | None = None) -> Checkpoint:
+        config, tensors, rules, ignored = imported(source.open)(path, target)
+        label = source.label.format(algorithm=algorithm_of(config))
+        return Checkpoint(path, label, Part(config, shapes_of(config), tuple(rules)), tensors, tuple(ignored))
+
+    def matches(path: Path) -> bool:
+        return path.is_dir() and imported(source.matches)(path)
+
+    return Recogniser(source.name, matches, open_draft, source.needs_target)
 
 
-def shapes_of(config: Any) -> Mapping:
-    """The parameter tree of a configuration as shapes."""
-    return SHAPES[type(config)](config)
-
-
-RECOGNISERS: list[Recogniser] = [
-    Recogniser("converted folder", lambda p: p.is_dir() and store.is_converted(p), open_converted),
-    Recogniser("MTP draft", lambda p: p.is_dir() and mtp_alone.is_alone(p), open_mtp),
-    Recogniser("Qwen3-Next folder", lambda p: p.is_dir() and mtp.has_hybrid_mtp(p), open_hybrid_mtp),
-    Recogniser("PEFT adapter", peft.matches, open_peft),
-    Recogniser("block draft", dflash.matches, open_dflash),
-    Recogniser("EAGLE draft head", eagle.matches, open_eagle),
-    Recogniser("Hugging Face folder", lambda p: p.is_dir() and (p / "config.json").exists(), open_hf),
-    Recogniser("GGUF file", gguf_reader.is_gguf, open_gguf),
-]
-"""Tried in this order; the special ones stand before the general ones."""
+def recognisers() -> list[Recogniser]:
+    """All of them, in the order in which they are tried: the special ones before the general ones, late kinds before early."""
+    drafts = [draft_recogniser(source) for form in reversed(formats().values()) for source in form.sources]
+    return [
+        Recogniser("converted folder", lambda p: p.is_dir() and store.is_converted(p), open_converted),
+        *drafts,
+        Recogniser("Hugging Face folder", lambda p: p.is_dir() and (p / "config.json").exists(), open_hf),
+        Recogniser("GGUF file", gguf_reader.is_gguf, open_gguf),
+    ]
 
 
 def open_checkpoint(path: str | Path, target: ModelConfig | None = None) -> Checkpoint:
@@ -247,9 +205,10 @@ def open_checkpoint(path: str | Path, target: ModelConfig | None = None) -> Chec
     path = Path(path).expanduser()
     if not path.exists():
         raise MissingFileError(f"{path} does not exist")
-    recogniser = next((r for r in RECOGNISERS if r.matches(path)), None)
+    known = recognisers()
+    recogniser = next((r for r in known if not (r.needs_target and target is None) and r.matches(path)), None)
     if recogniser is None:
         found = ", ".join(sorted(p.name for p in path.iterdir())[:8]) if path.is_dir() else f"a file named {path.name}"
-        known = ", ".join(r.format for r in RECOGNISERS)
-        raise ConversionError(f"{path} is none of: {known} (found: {found or 'an empty folder'})")
+        names = ", ".join(r.format for r in known)
+        raise ConversionError(f"{path} is none of: {names} (found: {found or 'an empty folder'})")
     return recogniser.open(path, target)

@@ -20,39 +20,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.config import ConfigError
 from jaxspec.conversion.errors import ConversionError, MissingFileError
 from jaxspec.conversion.mapping import FLOAT32_LEAVES, flatten, is_float, unflatten
 from jaxspec.conversion.quantize import dequantize, quantized_paths, stored
 from jaxspec.conversion.readers import TensorInfo
-from jaxspec.drafters.dflash_config import DFlashConfig
-from jaxspec.drafters.eagle_config import EagleConfig
-from jaxspec.drafters.mtp_config import MtpConfig
-from jaxspec.drafters.uno_config import UnoConfig
+from jaxspec.drafters.kinds import format_of, formats
 
 FORMAT_VERSION = 1
 SHARD_BYTES = 1 << 27
-
-CONFIG_TYPES: dict[str, type] = {
-    "model": ModelConfig,
-    "mtp": MtpConfig,
-    "eagle": EagleConfig,
-    "dflash": DFlashConfig,
-    "uno": UnoConfig,
-}
-"""``kind`` of a converted folder → its configuration class, which has ``to_json`` and ``from_json``."""
-
-
-def kind_of(config: Any) -> str:
-    """The kind under which a configuration is stored."""
-    return next(kind for kind, cls in CONFIG_TYPES.items() if type(config) is cls)
 
 
 def write_config(folder: Path, config: Any, provenance: Mapping[str, Any], num_shards: int) -> None:
     """``config.json`` of a converted folder."""
     data = {
         "jaxspec_format": FORMAT_VERSION,
-        "kind": kind_of(config),
+        "kind": format_of(config).stored,
         "config": config.to_json(),
         "num_shards": num_shards,
         "provenance": dict(provenance),
@@ -89,10 +72,11 @@ def read_config(folder: Path) -> tuple[Any, dict]:
         raise ConversionError(f"{file} is not the configuration of a converted folder ({error!r})") from None
     if version != FORMAT_VERSION:
         raise ConversionError(f"{file} has format version {version}, this jaxspec reads {FORMAT_VERSION}: convert it again")
-    if kind not in CONFIG_TYPES:
-        raise ConversionError(f"{file} is of the unknown kind {kind!r}; known: {', '.join(CONFIG_TYPES)}")
+    known = formats()
+    if kind not in known:
+        raise ConversionError(f"{file} is of the unknown kind {kind!r}; known: {', '.join(known)}")
     try:
-        return CONFIG_TYPES[kind].from_json(config), data
+        return known[kind].config.from_json(config), data
     except (ConfigError, TypeError) as error:
         raise ConversionError(f"{file}: {error}") from None
 
@@ -146,7 +130,7 @@ def write_folder(
 
     Args:
       folder: new or empty.
-      config: its configuration (one of `CONFIG_TYPES`).
+      config: its configuration (one of those that `jaxspec.drafters.kinds.formats` lists).
       tree: nested dicts of arrays.
       provenance: where it comes from, in JSON's types.
       quantize: as for `save`; goes into the provenance.

@@ -81,12 +81,14 @@ class Drafter:
 
     Class attributes say what the round must provide: `taps` (target features, concatenated in this order along the last
     axis; `FINAL_NORM` or a hidden-state index, see `models.decoder.decode`), `lookahead` (next tokens that prefill needs).
-    `num_exact` is how many exact tokens a proposal holds, `target_passes` how often a round runs the target.
+    `num_exact` is how many exact tokens a proposal holds, `target_passes` how often a round runs the target,
+    `verifications` which verifiers its trees are fit for: chains with ``draft_probs`` also for "rejection" and "block".
     """
 
     name: ClassVar[str] = "NONE"
     num_exact: ClassVar[int] = 0
     target_passes: ClassVar[int] = 1
+    verifications: ClassVar[tuple[str, ...]] = ("target_only",)
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from jaxspec.block_tree import best_first
 from jaxspec.config import ConfigError, ModelConfig, SpecConfig
 from jaxspec.drafters import dflash_heads, dflash_model
 from jaxspec.drafters.base import Drafter, Proposal, RoundContext
-from jaxspec.drafters.dflash_config import DFlashConfig, check_target
+from jaxspec.drafters.dflash_config import DFlashConfig, DSparkOptions, check_target
 from jaxspec.drafters.sampled_chain import draw
 from jaxspec.kvcache import LayerKV, find_slots, init_layers, write_layers
 from jaxspec.models.attend import PagedAttend
@@ -234,20 +234,7 @@ def capacity(config: DFlashConfig, num_steps: int, topk: int) -> int:
     return 1 + sum(topk**depth for depth in range(1, num_steps + 1))
 
 
-def resolve(spec: SpecConfig, config: ModelConfig) -> SpecConfig:
-    """What can be said without the draft: nothing but which options make no sense.
-
-    Raises:
-      ConfigError: a static tree or a token map is asked for.
-    """
-    del config
-    for name in ("static_tree", "token_map"):
-        if getattr(spec, name) is not None:
-            raise ConfigError(f"{name} cannot be used with a block draft")
-    return spec
-
-
-def resolve_for(spec: SpecConfig, config: ModelConfig, draft) -> SpecConfig:
+def resolve(spec: SpecConfig, config: ModelConfig, draft) -> SpecConfig:
     """The tree for a draft: a chain over its whole block unless topk says otherwise.
 
     Drafts with a Markov head or a candidate selector are trained to be sampled from, so that chains of theirs are verified
@@ -263,7 +250,7 @@ def resolve_for(spec: SpecConfig, config: ModelConfig, draft) -> SpecConfig:
     Raises:
       ConfigError: a parameter disagrees with the draft's block, or cannot be combined with another.
     """
-    spec = resolve(spec, config)
+    del config
     own: DFlashConfig = draft.config
     steps = own.num_drafts if spec.num_steps is None else spec.num_steps
     if steps > own.num_drafts:
@@ -289,23 +276,24 @@ def resolve_for(spec: SpecConfig, config: ModelConfig, draft) -> SpecConfig:
         raise ConfigError(
             f"num_draft_tokens={nodes} is out of range: with topk={topk} and num_steps={steps} a tree has 2 to {most} nodes"
         )
-    window = spec.draft_window_size
+    window = spec.options.draft_window_size
     if window is not None and window < own.block_size:
         raise ConfigError(f"draft_window_size={window} must not be below the draft's block_size={own.block_size}")
-    if topk > 1 and spec.verification != "target_only":
-        which = "use_block_verification" if spec.use_block_verification else "use_rejection_sampling"
-        raise ConfigError(f"{which} checks chains only: topk={topk} must be 1")
-    if spec.min_draft_survival and own.confidence is None:
-        raise ConfigError(
-            f"min_draft_survival={spec.min_draft_survival} needs a draft with a confidence head, this one has none"
-        )
-    if spec.min_draft_survival and topk > 1:
-        raise ConfigError(f"min_draft_survival={spec.min_draft_survival} shortens chains: topk={topk} must be 1")
+    survival = min_draft_survival(spec)
+    if survival and own.confidence is None:
+        raise ConfigError(f"min_draft_survival={survival} needs a draft with a confidence head, this one has none")
+    if survival and topk > 1:
+        raise ConfigError(f"min_draft_survival={survival} shortens chains: topk={topk} must be 1")
     lossless = spec.accept_threshold_single == 1 and spec.accept_threshold_acc == 1
     rejection = spec.use_rejection_sampling or (own.sequential and topk == 1 and lossless)
     return dataclasses.replace(
         spec, num_steps=steps, topk=topk, num_draft_tokens=nodes, use_rejection_sampling=rejection
     )  # fmt: skip
+
+
+def min_draft_survival(spec: SpecConfig) -> float:
+    """Where chains end by the draft's own estimate; 0.0 for kinds of block drafts that have no such option."""
+    return spec.options.min_draft_survival if isinstance(spec.options, DSparkOptions) else 0.0
 
 
 def build(target, draft, spec: SpecConfig) -> tuple[DFlashDrafter, dict]:
@@ -314,7 +302,7 @@ def build(target, draft, spec: SpecConfig) -> tuple[DFlashDrafter, dict]:
     Args:
       target: the target's `ModelParams`.
       draft: `DraftParams` with a `DFlashConfig`.
-      spec: from `resolve_for`.
+      spec: from `resolve`.
 
     Raises:
       ConfigError: the draft was made for another target.
@@ -325,9 +313,9 @@ def build(target, draft, spec: SpecConfig) -> tuple[DFlashDrafter, dict]:
         num_steps=spec.num_steps,
         topk=spec.topk,
         num_draft_tokens=spec.num_draft_tokens,
-        window=spec.draft_window_size,
-        sink=spec.draft_sink_size,
+        window=spec.options.draft_window_size,
+        sink=spec.options.draft_sink_size,
         sampled=spec.verification != "target_only",
-        min_survival=spec.min_draft_survival,
+        min_survival=min_draft_survival(spec),
     )
     return drafter, dflash_model.with_context_product(draft.tree, draft.config)

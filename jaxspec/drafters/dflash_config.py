@@ -6,8 +6,36 @@ import dataclasses
 from dataclasses import dataclass
 
 from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.drafters.options import WindowOptions
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
+
+
+@dataclass(frozen=True)
+class DFlashOptions(WindowOptions):
+    """What can be set for block drafts: the window, which must not be smaller than a block."""
+
+
+@dataclass(frozen=True)
+class DSparkOptions(DFlashOptions):
+    """What can be set for DSpark drafts, beside the window.
+
+    Attributes:
+      min_draft_survival: DSPARK with a confidence head: a chain ends before the first draft whose estimated probability of
+        being reached and accepted is below this; 0.0 verifies the whole block.
+    """
+
+    min_draft_survival: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0.0 <= self.min_draft_survival < 1.0:
+            raise ConfigError(f"min_draft_survival={self.min_draft_survival} must lie in [0, 1); 0.0 verifies the whole block")
+
+    @property
+    def chains_only(self) -> bool:
+        """Only chains are ended by what a draft estimates."""
+        return self.min_draft_survival > 0
 
 
 @dataclass(frozen=True)

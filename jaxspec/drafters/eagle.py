@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxspec.config import ConfigError, ModelConfig, SpecConfig, resolve_tree
 from jaxspec.drafters import eagle_model
 from jaxspec.drafters.base import Drafter, Proposal, RoundContext
-from jaxspec.drafters.eagle_config import EagleConfig, check_target
+from jaxspec.drafters.eagle_config import EagleConfig, EagleOptions, check_target
 from jaxspec.drafters.sampled_chain import sampled_chain
 from jaxspec.drafters.static_tree import StaticTree, grow_static
 from jaxspec.drafters.token_map import apply_token_map
@@ -237,27 +237,23 @@ class EagleDrafter(Drafter):
 LARGE_TREE_FAMILIES = ("llama", "grok")
 
 
-def resolve(spec: SpecConfig, config: ModelConfig) -> SpecConfig:
+def resolve(spec: SpecConfig, config: ModelConfig, draft) -> SpecConfig:
     """SGLang's defaults 5/4/8 for Llama and Grok targets, 3/1/4 for others; a static tree settles all three itself.
 
     Raises:
-      ConfigError: see `jaxspec.config.resolve_tree`; or a chain is needed and the tree is none.
+      ConfigError: see `jaxspec.config.resolve_tree`; or the parameters contradict the static tree.
     """
-    if spec.static_tree is not None:
-        tree = StaticTree.of(spec.static_tree)
-        own = {"num_steps": tree.max_depth, "topk": tree.num_ranks, "num_draft_tokens": len(tree.paths) + 1}
-        for name, value in own.items():
-            if getattr(spec, name) not in (None, value):
-                raise ConfigError(f"{name}={getattr(spec, name)} contradicts the static tree, which has {name}={value}")
-        resolved = dataclasses.replace(spec, **own)
-    else:
+    del draft
+    tree = spec.options.static_tree
+    if tree is None:
         sampled = spec.verification != "target_only"
         default = (5, 4, 8) if config.family in LARGE_TREE_FAMILIES and not sampled else (3, 1, 4)
-        resolved = resolve_tree(spec, default, "EAGLE")
-    if resolved.verification != "target_only" and (resolved.topk != 1 or spec.static_tree is not None):
-        which = "use_block_verification" if spec.use_block_verification else "use_rejection_sampling"
-        raise ConfigError(f"{which} checks chains only: topk={resolved.topk} must be 1, without a static tree")
-    return resolved
+        return resolve_tree(spec, default, "EAGLE")
+    own = {"num_steps": tree.max_depth, "topk": tree.num_ranks, "num_draft_tokens": len(tree.paths) + 1}
+    for name, value in own.items():
+        if getattr(spec, name) not in (None, value):
+            raise ConfigError(f"{name}={getattr(spec, name)} contradicts the static tree, which has {name}={value}")
+    return dataclasses.replace(spec, **own)
 
 
 def build(target, draft, spec: SpecConfig) -> tuple[EagleDrafter, dict]:
@@ -271,7 +267,8 @@ def build(target, draft, spec: SpecConfig) -> tuple[EagleDrafter, dict]:
     Raises:
       ConfigError: the head was made for another target, or the tree is wider than the draft's vocabulary.
     """
-    draft = apply_token_map(draft, target, spec.token_map) if spec.token_map is not None else draft
+    options: EagleOptions = spec.options
+    draft = apply_token_map(draft, target, options.token_map) if options.token_map is not None else draft
     config = draft.config
     check_target(config, target.config)
     if spec.topk > config.draft_vocab_size:
@@ -281,9 +278,9 @@ def build(target, draft, spec: SpecConfig) -> tuple[EagleDrafter, dict]:
         num_steps=spec.num_steps,
         topk=spec.topk,
         num_draft_tokens=spec.num_draft_tokens,
-        window=spec.draft_window_size,
-        sink=spec.draft_sink_size,
+        window=options.draft_window_size,
+        sink=options.draft_sink_size,
         sampled=spec.verification != "target_only",
-        static_tree=None if spec.static_tree is None else StaticTree.of(spec.static_tree),
+        static_tree=options.static_tree,
     )
     return drafter, draft.tree

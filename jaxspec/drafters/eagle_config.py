@@ -3,10 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 
 from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.drafters.options import WindowOptions
+from jaxspec.drafters.static_tree import StaticTree
 from jaxspec.models.decoder import FINAL_NORM
+
+
+@dataclass(frozen=True)
+class EagleOptions(WindowOptions):
+    """What can be set for EAGLE heads, beside the window.
+
+    Attributes:
+      token_map: FR-Spec: target ids that an EAGLE-1/2 draft may propose, or a .pt, .npy or .json file of them.
+      static_tree: EAGLE-1's fixed tree: words of ranks, rank paths, or a `jaxspec.drafters.static_tree.StaticTree`.
+    """
+
+    token_map: str | tuple[int, ...] | None = None
+    static_tree: str | StaticTree | tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.token_map is not None and not isinstance(self.token_map, tuple):
+            is_file = isinstance(self.token_map, (str, os.PathLike))
+            object.__setattr__(self, "token_map", os.fspath(self.token_map) if is_file else tuple(self.token_map))
+        if self.static_tree is not None:
+            object.__setattr__(self, "static_tree", StaticTree.of(self.static_tree))
+
+    @property
+    def settles_tree(self) -> bool:
+        """A static tree is one."""
+        return self.static_tree is not None
+
+
+@dataclass(frozen=True)
+class PEagleOptions(WindowOptions):
+    """What can be set for parallel EAGLE heads, which draft a chain over their own vocabulary: the window."""
 
 
 @dataclass(frozen=True)

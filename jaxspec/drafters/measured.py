@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxspec.config import SpecConfig
+from jaxspec.drafters.options import DraftOptions
 
 TREE = ("num_steps", "topk", "num_draft_tokens")
 
@@ -55,12 +56,18 @@ def preference(draft: Any) -> tuple[float, float]:
 
 
 def with_measured_tree(spec: SpecConfig, draft: Any) -> SpecConfig:
-    """Fills in the tree that was fastest with this draft here, unless the user chose one or asks for what only chains do."""
+    """Fills in the tree that was fastest with this draft here, unless the user chose one or asks for what only chains do.
+
+    Args:
+      spec: its `options` are an instance of the algorithm's, or None.
+      draft: anything; only one with figures changes the spec.
+    """
     found = best(getattr(draft, "measured", ()))
-    chosen = spec.static_tree is not None or any(getattr(spec, name) is not None for name in TREE)
+    options = DraftOptions() if spec.options is None else spec.options
+    chosen = options.settles_tree or any(getattr(spec, name) is not None for name in TREE)
     if found is None or chosen:
         return spec
-    chains_only = spec.verification != "target_only" or spec.min_draft_survival > 0
+    chains_only = spec.verification != "target_only" or options.chains_only
     if chains_only and found.topk not in (None, 1):
         return spec
     return dataclasses.replace(spec, **{name: getattr(found, name) for name in TREE})

@@ -285,18 +285,13 @@ class MtpDrafter(Drafter):
         return tree, pool
 
 
-def resolve(spec: SpecConfig, config: ModelConfig) -> SpecConfig:
+def resolve(spec: SpecConfig, config: ModelConfig, draft) -> SpecConfig:
     """num_steps/topk/num_draft_tokens 3/1/4 unless all are given, however many MTP layers there are.
 
-    Raises:
-      ConfigError: see `jaxspec.config.resolve_tree`; or a verifier that checks chains only is given a tree.
+    Raises ConfigError: see `jaxspec.config.resolve_tree`.
     """
-    del config
-    resolved = resolve_tree(spec, (3, 1, 4), "NEXTN")
-    if resolved.verification != "target_only" and resolved.topk != 1:
-        which = "use_block_verification" if spec.use_block_verification else "use_rejection_sampling"
-        raise ConfigError(f"{which} checks chains only: topk={resolved.topk} must be 1")
-    return resolved
+    del config, draft
+    return resolve_tree(spec, (3, 1, 4), "NEXTN")
 
 
 def build(target, draft, spec: SpecConfig) -> tuple[MtpDrafter, dict]:
@@ -326,8 +321,8 @@ def build(target, draft, spec: SpecConfig) -> tuple[MtpDrafter, dict]:
         topk=spec.topk,
         num_draft_tokens=spec.num_draft_tokens,
         layer_per_step=spec.topk == 1 and layers.num_layers > 1 and not sampled,
-        window=spec.draft_window_size,
-        sink=spec.draft_sink_size,
+        window=spec.options.draft_window_size,
+        sink=spec.options.draft_sink_size,
         sampled=sampled,
     )
     return drafter, draft.tree

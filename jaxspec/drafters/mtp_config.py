@@ -6,7 +6,13 @@ import dataclasses
 from dataclasses import dataclass
 
 from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.drafters.options import WindowOptions
 from jaxspec.models.decoder import FINAL_NORM
+
+
+@dataclass(frozen=True)
+class MtpOptions(WindowOptions):
+    """What can be set for MTP layers: the window."""
 
 
 @dataclass(frozen=True)

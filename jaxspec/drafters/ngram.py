@@ -94,39 +94,29 @@ def propose_tree(
     return build_tree(bonus, join(parts), drafter.num_draft_tokens)
 
 
-def config_from(spec: SpecConfig) -> NgramConfig:
-    """The ``ngram_…`` fields of a `SpecConfig`."""
-    names = {f.name for f in dataclasses.fields(NgramConfig)}
-    given = {f.name.removeprefix("ngram_"): getattr(spec, f.name) for f in dataclasses.fields(spec)}
-    return NgramConfig(**{name: value for name, value in given.items() if name in names})
+def resolve(spec: SpecConfig, config: ModelConfig, draft: NgramHistory | None) -> SpecConfig:
+    """num_draft_tokens is 12 unless given; a given history brings its own options.
 
-
-def resolve(spec: SpecConfig, config: ModelConfig) -> SpecConfig:
-    """NGRAM takes num_draft_tokens alone (12 unless given).
-
-    Raises:
-      ConfigError: num_steps or topk is given, or a parameter is out of range.
+    Raises ConfigError where they contradict those of `spec`, or where num_draft_tokens does not fit them.
     """
     del config
-    given = [name for name in ("num_steps", "topk") if getattr(spec, name) is not None]
-    if given:
-        raise ConfigError(
-            f"algorithm='ngram' takes num_draft_tokens alone: leave {' and '.join(given)} unset "
-            "(ngram_max_bfs_breadth sets how wide a tree branches)"
-        )
+    options = spec.options
+    if draft is not None and options != draft.config:
+        if options != NgramConfig():
+            raise ConfigError(f"the options are {options}, those of the given NgramHistory {draft.config}: leave options out")
+        options = draft.config
     nodes = DEFAULT_NUM_DRAFT_TOKENS if spec.num_draft_tokens is None else spec.num_draft_tokens
-    config_from(spec).check_num_draft_tokens(nodes)
-    return dataclasses.replace(spec, num_draft_tokens=nodes)
+    options.check_num_draft_tokens(nodes)
+    return dataclasses.replace(spec, num_draft_tokens=nodes, options=options)
 
 
 def build(target, draft: NgramHistory | None, spec: SpecConfig) -> tuple[NgramDrafter, HistoryArrays | None]:
-    """The drafter and the history's present contents as its parameters; a given history brings its own match parameters.
+    """The drafter and the history's present contents as its parameters.
 
     What has not changed since the last call stays on the device. Another number of corpora, or a corpus of another size,
     makes another program; more or fewer n-grams do not. Without a history, one is made when `spec` names an external corpus.
     """
-    if draft is None and spec.ngram_external_corpus_path is not None:
-        draft = NgramHistory(config_from(spec), target.tokenizer)
-    config = config_from(spec) if draft is None else draft.config
-    drafter = NgramDrafter(num_draft_tokens=spec.num_draft_tokens, config=config)
+    if draft is None and spec.options.external_corpus_path is not None:
+        draft = NgramHistory(spec.options, target.tokenizer)
+    drafter = NgramDrafter(num_draft_tokens=spec.num_draft_tokens, config=spec.options)
     return drafter, None if draft is None else draft.arrays()

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxspec.config import ConfigError
+from jaxspec.drafters.options import DraftOptions
 
 MATCH_TYPES = ("BFS", "PROB")
 
 
 @dataclass(frozen=True)
-class NgramConfig:
+class NgramConfig(DraftOptions):
     """What the n-gram drafter matches and how wide it branches.
 
     Attributes:
       max_trie_depth: the longest stored n-gram and the longest suffix that is looked up, in tokens.
       min_bfs_breadth, max_bfs_breadth: children taken per node: few below a long matched suffix, many below a short one.
-      match_type: ``BFS`` prefers what was seen last, ``PROB`` what was seen most often.
+      match_type: "BFS" (most recent first) or "PROB" (most frequent first).
       capacity: nodes of the host's trie; when they run out, the least recently used leaves go.
       external_corpus_path: a JSONL file to load at the start, one JSON string a line.
       external_sam_budget: draft nodes reserved for matches in external corpora.
@@ -24,6 +26,8 @@ class NgramConfig:
       device_nodes: trie nodes that are copied to the device, the most recently used ones; a static shape, so that new
         contents never recompile a program.
     """
+
+    flag_prefix: ClassVar[str] = "ngram_"
 
     max_trie_depth: int = 18
     min_bfs_breadth: int = 1

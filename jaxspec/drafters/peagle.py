@@ -76,16 +76,13 @@ class PEagleDrafter(EagleDrafter):
         return self.proposal(tree, state, ctx)
 
 
-def resolve(spec: SpecConfig, config: ModelConfig) -> SpecConfig:
+def resolve(spec: SpecConfig, config: ModelConfig, draft) -> SpecConfig:
     """A chain of five drafts unless the parameters say otherwise.
 
     Raises:
-      ConfigError: topk is not 1, or a static tree or token map is asked for.
+      ConfigError: topk is not 1.
     """
-    del config
-    for name in ("static_tree", "token_map"):
-        if getattr(spec, name) is not None:
-            raise ConfigError(f"{name} cannot be used with a parallel EAGLE head, which drafts a chain over its own vocabulary")
+    del config, draft
     resolved = resolve_tree(spec, (5, 1, 6), "PEAGLE")
     if resolved.topk != 1:
         raise ConfigError(f"a parallel EAGLE head drafts a chain: topk={resolved.topk} must be 1")
@@ -100,8 +97,8 @@ def build(target, draft, spec: SpecConfig) -> tuple[PEagleDrafter, dict]:
         num_steps=spec.num_steps,
         topk=1,
         num_draft_tokens=spec.num_draft_tokens,
-        window=spec.draft_window_size,
-        sink=spec.draft_sink_size,
+        window=spec.options.draft_window_size,
+        sink=spec.options.draft_sink_size,
         sampled=spec.verification != "target_only",
     )
     return drafter, draft.tree

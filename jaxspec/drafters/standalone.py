@@ -119,9 +119,9 @@ class StandaloneDrafter(Drafter):
         return self.proposal(tree, state._replace(layers=layers), ctx)
 
 
-def resolve(spec: SpecConfig, config: ModelConfig) -> SpecConfig:
+def resolve(spec: SpecConfig, config: ModelConfig, draft) -> SpecConfig:
     """num_steps/topk/num_draft_tokens 3/1/4 unless all three are given."""
-    del config
+    del config, draft
     return resolve_tree(spec, (3, 1, 4), "STANDALONE")
 
 

@@ -18,7 +18,7 @@ from jaxspec.block_tree import best_first
 from jaxspec.config import ConfigError, ModelConfig, SpecConfig
 from jaxspec.drafters import uno_model
 from jaxspec.drafters.base import Drafter, Proposal, RoundContext
-from jaxspec.drafters.uno_config import UnoConfig, check_target
+from jaxspec.drafters.uno_config import UnoConfig, UnoOptions, check_target
 from jaxspec.kvcache import LayerKV
 from jaxspec.models import decoder
 from jaxspec.models.paged import paged_forward
@@ -26,7 +26,6 @@ from jaxspec.sampling import DRAFT, NOISE, coins, probabilities, process_logits,
 from jaxspec.tree import DraftTree, chain, num_words, root_only, top_k
 from jaxspec.verify import accept_target_only
 
-NOISE_KINDS = ("uniform", "hash", "mask")
 CHAIN, TREE = 8, (15, 32)
 """Defaults: nodes of a chain; depth and nodes of a tree."""
 
@@ -40,7 +39,7 @@ class UnoDrafter(Drafter):
       block_size: rows of the draft pass, the exact one included.
       topk: candidates per depth of a tree; 1 for a chain.
       num_draft_tokens: nodes, the exact token, which is the root, included.
-      noise: what stands in the drafting rows, one of `NOISE_KINDS`.
+      noise: what stands in the drafting rows, one of `uno_config.NOISE_KINDS`.
       noise_below: random ids lie in 1 … noise_below - 1.
       mask_token_id: what stands there with noise "mask".
       sampled: draw the drafts of a chain and keep their distributions, for rejection sampling and block verification;
@@ -180,7 +179,7 @@ def capacity(depth: int, topk: int) -> int:
     return total
 
 
-def resolve_for(spec: SpecConfig, config: ModelConfig, draft) -> SpecConfig:
+def resolve(spec: SpecConfig, config: ModelConfig, draft) -> SpecConfig:
     """The block and the tree, in SGLang's reading of the three parameters.
 
     A chain (topk = 1, the default) has num_draft_tokens rows and as many nodes; num_steps is 1, the one draft pass. A tree
@@ -195,12 +194,7 @@ def resolve_for(spec: SpecConfig, config: ModelConfig, draft) -> SpecConfig:
     Raises:
       ConfigError: a parameter is out of range or cannot be combined with another.
     """
-    for name in ("static_tree", "token_map", "draft_window_size"):
-        if getattr(spec, name) is not None:
-            raise ConfigError(f"{name} cannot be used with UNO: the target itself drafts, with its own cache")
-    if spec.min_draft_survival:
-        raise ConfigError(f"min_draft_survival={spec.min_draft_survival} needs a draft with a confidence head, UNO has none")
-    check_noise(spec, config, draft.config)
+    mask_token(spec.options, config, draft.config)
     topk = 1 if spec.topk is None else spec.topk
     if topk > config.vocab_size:
         raise ConfigError(f"topk={topk} exceeds the vocabulary of {config.vocab_size} tokens")
@@ -216,9 +210,6 @@ def resolve_for(spec: SpecConfig, config: ModelConfig, draft) -> SpecConfig:
                 f"num_steps is 1 (or the {nodes - 1} drafts); leave it out"
             )
         return dataclasses.replace(spec, num_steps=1, topk=1, num_draft_tokens=nodes)
-    if spec.verification != "target_only":
-        which = "use_block_verification" if spec.use_block_verification else "use_rejection_sampling"
-        raise ConfigError(f"{which} checks chains only: topk={topk} must be 1")
     steps = TREE[0] if steps is None else steps
     most = capacity(steps, topk)
     nodes = min(TREE[1], most) if nodes is None else nodes
@@ -229,16 +220,14 @@ def resolve_for(spec: SpecConfig, config: ModelConfig, draft) -> SpecConfig:
     return dataclasses.replace(spec, num_steps=steps, topk=topk, num_draft_tokens=nodes)
 
 
-def check_noise(spec: SpecConfig, config: ModelConfig, adapter: UnoConfig) -> int | None:
+def mask_token(options: UnoOptions, config: ModelConfig, adapter: UnoConfig) -> int | None:
     """The mask token, from the parameters or the adapter's file; None where nobody names it.
 
     Raises:
-      ConfigError: an unknown kind of noise, a mask token outside the vocabulary, or none where one is needed.
+      ConfigError: a mask token outside the vocabulary, or none where one is needed.
     """
-    if spec.uno_noise not in NOISE_KINDS:
-        raise ConfigError(f"uno_noise={spec.uno_noise!r} must be one of {', '.join(NOISE_KINDS)}")
-    mask = adapter.mask_token_id if spec.uno_mask_token_id is None else spec.uno_mask_token_id
-    if mask is None and spec.uno_noise == "mask":
+    mask = adapter.mask_token_id if options.mask_token_id is None else options.mask_token_id
+    if mask is None and options.noise == "mask":
         raise ConfigError("uno_noise='mask' needs uno_mask_token_id: the adapter's file names no mask token")
     if mask is not None and not 2 <= mask < config.vocab_size:
         raise ConfigError(f"uno_mask_token_id={mask} must lie in 2 … {config.vocab_size - 1}: it is a row of the embedding")
@@ -251,19 +240,19 @@ def build(target, draft, spec: SpecConfig) -> tuple[UnoDrafter, dict]:
     Args:
       target: the target's `ModelParams`.
       draft: `DraftParams` with a `UnoConfig`.
-      spec: from `resolve_for`.
+      spec: from `resolve`.
 
     Raises:
       ConfigError: the adapter was made for another target.
     """
     check_target(draft.config, target.config)
-    mask = check_noise(spec, target.config, draft.config)
+    mask = mask_token(spec.options, target.config, draft.config)
     drafter = UnoDrafter(
         adapter=draft.config,
         block_size=spec.num_draft_tokens if spec.topk == 1 else spec.num_steps + 1,
         topk=spec.topk,
         num_draft_tokens=spec.num_draft_tokens,
-        noise=spec.uno_noise,
+        noise=spec.options.noise,
         noise_below=target.config.vocab_size if mask is None else mask,
         mask_token_id=mask,
         sampled=spec.verification != "target_only",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.drafters.options import DraftOptions
 
 PRODUCTS: dict[tuple[str, str], tuple[str, ...]] = {
     ("attention", "qkv"): ("q_proj", "k_proj", "v_proj", "qkv_proj"),
@@ -17,6 +19,28 @@ PRODUCTS: dict[tuple[str, str], tuple[str, ...]] = {
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What published UNO adapters change."""
+
+NOISE_KINDS = ("uniform", "hash", "mask")
+
+
+@dataclass(frozen=True)
+class UnoOptions(DraftOptions):
+    """What can be set for UNO.
+
+    Attributes:
+      noise: what stands in the rows that draft: "uniform" random ids, "hash" (ids that follow from the text alone) or "mask"
+        (the adapter's mask token).
+      mask_token_id: the mask token, where the adapter's file does not name it; random ids stay below it.
+    """
+
+    flag_prefix: ClassVar[str] = "uno_"
+
+    noise: str = "uniform"
+    mask_token_id: int | None = None
+
+    def __post_init__(self):
+        if self.noise not in NOISE_KINDS:
+            raise ConfigError(f"uno_noise={self.noise!r} must be one of {', '.join(NOISE_KINDS)}")
 
 
 @dataclass(frozen=True)

@@ -97,11 +97,7 @@ def open_batch(params: Any, prompts: Sequence[Any], **options: Any) -> Batch:
     tree = {name: options.pop(name, None) for name in ("num_steps", "topk", "num_draft_tokens")}
     draft, algorithm, spec = (options.pop(k, v) for k, v in (("draft", None), ("algorithm", "auto"), ("spec", None)))
     chosen = Speculation.choose(params, draft, algorithm, spec, **tree)
-    defaults = dict.fromkeys(("logit_bias", "seed")) | {
-        "temperature": 0.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
-        "frequency_penalty": 0.0, "min_new_tokens": 0,
-    }  # fmt: skip
-    requests, _ = build_requests(params, prompts, **{**defaults, **options})
+    requests, _ = build_requests(params, prompts, **options)
     config, drafter = params.config, chosen.program.drafter
     limits = [min(len(r.ids) + r.max_new_tokens, config.max_positions) for r in requests]
     max_len = max(-(-max(limits) // 128) * 128, capacity)

@@ -31,9 +31,10 @@ def pack_prefill(rows: list[Filling], limits: Limits, budget: int, allow_long: b
     """Prefill programs of a pass for `rows` in this order, with at most `budget` positions, padding included, but at least
     one program. Moves the rows' `launched`. `allow_long`: nobody waits for it, so a program may take in a long prompt alone."""
     programs = []
-    if allow_long and rows and (long := _long(rows[0], limits)):
-        programs.append(long)
-        budget -= long.size
+    for row in rows if allow_long else ():
+        while long := _long(row, limits, budget if programs else max(budget, *limits.long_sizes, 0)):
+            programs.append(long)
+            budget -= long.size
     left = budget // limits.block
     while not programs or left >= limits.prefill_sizes[0]:
         blocks = _waiting(rows, limits, max(left, 1))
@@ -50,17 +51,25 @@ def pack_prefill(rows: list[Filling], limits: Limits, budget: int, allow_long: b
     return tuple(programs)
 
 
-def _long(row: Filling, limits: Limits) -> Prefill | None:
-    """A program that takes in the beginning of a long prompt of which nothing is there, if at most a third is padding."""
-    remaining = row.fill - row.launched
-    if row.launched or not limits.long_sizes or remaining <= limits.prefill_sizes[-1] * limits.block:
+def _long(row: Filling, limits: Limits, most: int) -> Prefill | None:
+    """A program that takes in much of a long prompt as one row, if at most a third is padding: its beginning, or with
+    `long_anywhere` any part. Of at most `most` positions."""
+    start = row.launched
+    remaining = row.fill - start
+    if (start and not limits.long_anywhere) or remaining <= limits.prefill_sizes[-1] * limits.block:
         return None
-    size = next((size for size in limits.long_sizes if size >= remaining), limits.long_sizes[-1])
+    sizes = [size for size in limits.long_sizes if size <= most]
+    fitting = [size for size in sizes if size <= remaining]
+    above = next((size for size in sizes if size >= remaining), None)
+    if above is not None and 3 * (above - remaining) <= above:
+        size = above
+    elif fitting:
+        size = fitting[-1]
+    else:
+        return None
     count = min(size, remaining)
-    if 3 * (size - count) > size:
-        return None
-    row.launched = count
-    return Prefill((Block(row.index, 0, count),), size, long=True)
+    row.launched = start + count
+    return Prefill((Block(row.index, start, count),), size, long=True)
 
 
 def _waiting(rows: list[Filling], limits: Limits, most: int) -> list[tuple[Filling, int]]:

@@ -70,6 +70,13 @@ put_program = jax.jit(table.put_blocks, donate_argnames="rows")
 report_program = jax.jit(table.report, static_argnames=("window", "rounds"), donate_argnames="rows")
 
 
+def pool_bytes(program: Program, draft_tree: Any, num_pages: int, page_size: int, dtype: str) -> int:
+    """Bytes of pools of that many pages."""
+    static = {"program": program, "num_pages": num_pages, "page_size": page_size, "dtype": dtype}
+    shapes = jax.eval_shape(partial(pools_program, **static), draft_tree)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+
+
 def no_pools(program: Program) -> tuple[LayerKV, ...]:
     """Empty pools in the places of the target's."""
     return (LayerKV(None, None),) * program.config.num_layers
@@ -105,8 +112,7 @@ class Memory:
         self.compiled: list[tuple[float, float]] = []
         self.executables: dict[Any, Any] = {}
         self.static = {"program": program, "num_pages": num_pages, "page_size": page_size, "dtype": self.dtype}
-        shapes = jax.eval_shape(partial(pools_program, **self.static), draft_tree)
-        self.bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+        self.bytes = pool_bytes(program, draft_tree, num_pages, page_size, self.dtype)
         self.pools: tuple[LayerKV, ...] | None = None
         self.zero()
 
@@ -161,8 +167,14 @@ class Flight:
             tokens, from_draft, round_of, upto = (line[fixed + i * window :][:count] for i in range(4))
             rows.append(
                 RowReport(
-                    length=length, done=bool(done), stopped=bool(stopped), tokens=tokens.tolist(),
-                    from_draft=from_draft.astype(bool), round_of=round_of, proposed_upto=upto, rounds=rounds,
+                    length=length,
+                    done=bool(done),
+                    stopped=bool(stopped),
+                    tokens=tokens.tolist(),
+                    from_draft=from_draft.astype(bool),
+                    round_of=round_of,
+                    proposed_upto=upto,
+                    rounds=rounds,
                     proposed=proposed,
                 )  # fmt: skip
             )

@@ -148,6 +148,7 @@ class Limits:
       slack: slots behind the committed length that a program may write.
       key_lookahead: tokens behind a position on which its draft entries depend.
       separate_blocks: whether several blocks of one text may stand in one prefill program.
+      long_anywhere: whether a long program may begin behind what is there already.
       max_ends: most rows whose prompt may end in one prefill program.
 
     Raises:
@@ -165,6 +166,7 @@ class Limits:
     slack: int
     key_lookahead: int
     separate_blocks: bool = True
+    long_anywhere: bool = False
     max_ends: int = 2**30
 
     def __post_init__(self):

@@ -86,8 +86,8 @@ class Row:
     """A job's place in the table. Reports and launches hold rows, not indices: a late one never reaches another job's row."""
 
     __slots__ = (
-        "cursor", "decodes_from", "fill", "index", "job", "known", "launched", "limit", "namespace", "pages", "retired",
-        "sent", "unread",
+        "common", "cursor", "decodes_from", "fill", "index", "job", "known", "launched", "limit", "namespace", "pages",
+        "retired", "sent", "unread",
     )  # fmt: skip
 
     def __init__(self, job: Job, index: int, pages: list[int], cached: int, cursor: tuple[Node, int] | None):
@@ -97,6 +97,7 @@ class Row:
         self.sent = -1  # pages that the device knows of; -1 before the admission was launched
         self.unread = 0  # rounds launched for the row whose report was not read
         self.decodes_from: float = math.inf  # the first launch that may run rounds of it
+        self.common: dict[Job, int] = {}  # pages that waiting jobs share with it, while its prefill lasts
         self.retired = False
 
 
@@ -140,19 +141,32 @@ class Scheduler:
 
     # Requests come and go.
 
+    def refuse(self, request: Request) -> None:
+        """Raises ConfigError for a request that can never run: its prompt is empty or too long, its limit negative."""
+        length = len(request.ids)
+        if not 1 <= length <= self._most:
+            raise ConfigError(
+                f"the prompt of {request.rid!r} has {length} tokens; between 1 and {self._most} fit (max_len="
+                f"{self.limits.max_len}, {self.limits.total_pages} pages of {self.limits.page_size})"
+            )
+        if request.max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens={request.max_new_tokens} must be >= 0")
+
+    @property
+    def _most(self) -> int:
+        """Positions of a request at most."""
+        limits = self.limits
+        return min(limits.max_len, limits.total_pages * limits.page_size - limits.slack)
+
     def add(self, request: Request) -> None:
         """Puts a request into the queue.
 
         Raises:
-          ConfigError: an empty or too long prompt, a name in use, a negative limit.
+          ConfigError: as `refuse`; or a name in use.
           QueueFull: `max_queued` requests wait already.
         """
-        most = min(self.limits.max_len, self.limits.total_pages * self.limits.page_size - self.limits.slack)
+        self.refuse(request)
         length = len(request.ids)
-        if not 1 <= length <= most:
-            raise ConfigError(f"the prompt of {request.rid!r} has {length} tokens; between 1 and {most} fit")
-        if request.max_new_tokens < 0:
-            raise ConfigError(f"max_new_tokens={request.max_new_tokens} must be >= 0")
         if request.rid in self.jobs:
             raise ConfigError(f"rid={request.rid!r} names a request that has not ended; names must be unique")
         if self.config.max_queued is not None and len(self.queue) >= self.config.max_queued:
@@ -163,7 +177,7 @@ class Scheduler:
         first_edge = None
         if length >= size + ahead:
             first_edge = (request.namespace, edges(np.asarray(request.ids, np.int32), 0, 1, size, ahead)[0])
-        limit = min(length + request.max_new_tokens, most)
+        limit = min(length + request.max_new_tokens, self._most)
         job = Job(request, self._arrivals, limit, (urgency, 1, self._arrivals), first_edge)
         self.jobs[request.rid] = job
         if request.group is not None and request.choice == 0:
@@ -231,6 +245,7 @@ class Scheduler:
 
     def _filled(self, row: Row) -> None:
         """The row's prefill is over: nobody waits for it any more."""
+        row.common.clear()
         waiting = self._first_edges.get(row.job.first_edge)
         if waiting is not None and row in waiting:
             waiting.remove(row)
@@ -255,8 +270,10 @@ class Scheduler:
 
     def _hear(self, row: Row, news: RowReport, decoded: bool) -> Delta | None:
         job = row.job
-        filling, row.known = row.known < row.fill, news.length
         new = len(news.tokens)
+        if not new and news.length == row.known and not news.done:
+            return None
+        filling, row.known = row.known < row.fill, news.length
         if new:
             job.tokens[job.count : job.count + new] = news.tokens
             job.count += new
@@ -340,9 +357,7 @@ class Scheduler:
                 orders.grants.extend((row.index, column, row.pages[column]) for column in range(row.sent, len(row.pages)))
                 orders.capacity[row.index] = len(row.pages) * size
             row.sent = len(row.pages)
-        launch = Launch(
-            self.launches, len(self.rows), self._moves, orders, tuple(admissions), prefills, rounds, CLASSES[kind]
-        )
+        launch = Launch(self.launches, len(self.rows), self._moves, orders, tuple(admissions), prefills, rounds, CLASSES[kind])
         self._clear, self._moves = {}, None
         self.launches += 1
         self._fits = self._fits + 1 if self._bucket(self._active) < len(self.rows) else 0
@@ -526,11 +541,14 @@ class Scheduler:
 
     def _common(self, job: Job, row: Row) -> int:
         """Pages that a job can take over once the row's prefill is over."""
-        ahead, size = self.limits.key_lookahead, self.limits.page_size
-        shortest = min(job.count, row.job.count)
-        differ = np.flatnonzero(job.tokens[:shortest] != row.job.tokens[:shortest])
-        equal = int(differ[0]) if len(differ) else shortest
-        return min(immutable(row.fill, equal, ahead) // size, self._hittable(job))
+        known = row.common.get(job)
+        if known is None:
+            shortest = min(job.count, row.job.count)
+            differ = np.flatnonzero(job.tokens[:shortest] != row.job.tokens[:shortest])
+            equal = int(differ[0]) if len(differ) else shortest
+            positions = immutable(row.fill, equal, self.limits.key_lookahead)
+            known = row.common[job] = min(positions // self.limits.page_size, self._hittable(job))
+        return known
 
     def _place(self, job: Job, promised: int) -> Row | None:
         """Gives a job a row and pages for its prompt and first rounds, if they leave `promised` ones for the others."""
@@ -587,7 +605,7 @@ class Scheduler:
             assert row.index == index and row.job.row is row and not row.retired
             assert row.unread >= 0 and row.known <= self._bound(row)
             slots = len(row.pages) * self.limits.page_size
-            assert table_slots(max(row.fill, row.known), self.limits.slack) <= slots
+            assert row.known <= slots and table_slots(row.fill, self.limits.slack) <= slots
             if row.cursor is not None and row.cursor[0].parent is not row.cursor[0]:
                 node, depth = row.cursor
                 size, ahead = self.limits.page_size, self.limits.key_lookahead

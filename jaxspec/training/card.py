@@ -15,7 +15,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.conversion import store
 from jaxspec.conversion.errors import ConversionError
 from jaxspec.conversion.mapping import flatten
-from jaxspec.conversion.sources import shapes_of
+from jaxspec.drafters.kinds import shapes_of
 
 CURVE_POINTS = 12
 CARD = "README.md"

@@ -6,16 +6,12 @@ import importlib
 from types import ModuleType
 
 from jaxspec.config import ConfigError
+from jaxspec.drafters.kinds import KINDS
 
-MODULES = {
-    "eagle3": "jaxspec.training.eagle3",
-    "eagle": "jaxspec.training.eagle",
-    "mtp": "jaxspec.training.mtp",
-    "dflash": "jaxspec.training.dflash",
-    "dspark": "jaxspec.training.dspark",
-    "uno": "jaxspec.training.uno",
-    "standalone": "jaxspec.training.standalone",
-}
+
+def modules() -> dict[str, str]:
+    """The modules of all kinds of draft that can be trained, by the name that ``python -m jaxspec.train`` takes."""
+    return {kind.head: kind.training for kind in KINDS.values() if kind.head is not None and kind.training is not None}
 
 
 def head_module(name: str) -> ModuleType:
@@ -27,6 +23,7 @@ def head_module(name: str) -> ModuleType:
     Raises:
       ConfigError: no such kind.
     """
-    if name not in MODULES:
-        raise ConfigError(f"there is no head {name!r} to train; known: {', '.join(MODULES)}")
-    return importlib.import_module(MODULES[name])
+    found = modules()
+    if name not in found:
+        raise ConfigError(f"there is no head {name!r} to train; known: {', '.join(found)}")
+    return importlib.import_module(found[name])

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import loading
 from jaxspec.config import ConfigError
 from jaxspec.conversion import ConversionError, MissingFileError, convert, store
 from jaxspec.conversion.mapping import flatten
+from jaxspec.drafters import kinds
 from tests.conversion.archives import FIXTURES, read_all, save_safetensors, save_torch
 
 FAMILIES = ["target_llama_tied", "target_mistral", "target_qwen2", "target_qwen3", "target_qwen3_moe", "target_phi3",
@@ -353,8 +353,8 @@ def test_draft_heads_are_not_models(tmp_path, monkeypatch):
         def from_json(cls, data):
             return cls(**data)
 
-    monkeypatch.setitem(store.CONFIG_TYPES, "head", HeadConfig)
-    monkeypatch.setitem(loading.shapes_of.__globals__["SHAPES"], HeadConfig, lambda c: {"scale": (c.width,)})
+    head = kinds.Format("head", HeadConfig, lambda c: {"scale": (c.width,)})
+    monkeypatch.setitem(kinds.KINDS, "HEAD", kinds.Kind("HEAD", "nowhere:build", format=head))
     (tmp_path / "params").mkdir()
     store.write_config(tmp_path, HeadConfig(3), {}, store.save([("scale", np.ones(3, np.float32))], tmp_path / "params"))
     draft = jaxspec.load_draft(tmp_path)

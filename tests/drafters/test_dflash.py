@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import ConfigError, DraftParams, SpecConfig, generate
+from jaxspec import ConfigError, DraftParams, DSparkOptions, SpecConfig, generate
 from jaxspec.drafters import dflash, dflash_heads, dflash_model, registry
 from jaxspec.drafters.base import RoundContext
 from jaxspec.drafters.dflash import DFlashDrafter
@@ -20,6 +20,7 @@ from jaxspec.sampling import SamplingParams, row_keys, sampling_state
 from tests.drafters.batch_checks import assert_caches_are_updated_in_place, assert_every_draft_is_accepted, count_traces
 from tests.drafters.dflash_cases import VARIANTS, VOCAB, draft_config, random_draft, target
 from tests.drafters.eagle_cases import prompts, tiny_target
+from tests.specs import spec_of
 
 PAGE_SIZE, PAGES, LENGTH = 4, 9, 13
 
@@ -75,7 +76,7 @@ def context(length: int) -> RoundContext:
 
 
 def drafter_of(draft: DraftParams, **spec) -> DFlashDrafter:
-    return dflash.build(target(), draft, dflash.resolve_for(SpecConfig(**spec), target().config, draft))[0]
+    return registry.prepare("auto", target(), draft, spec_of(**spec))[2]
 
 
 @partial(jax.jit, static_argnames="drafter")
@@ -182,7 +183,7 @@ def test_chains_end_where_the_draft_expects_refusal():
 
 def resolved(variant: str, **spec) -> SpecConfig:
     draft = random_draft(variant)
-    return registry.ALGORITHMS[draft.config.algorithm].resolve(SpecConfig(**spec), target().config, draft)
+    return registry.resolve(draft.config.algorithm, spec_of(**spec), target().config, draft)
 
 
 def test_the_tree_follows_from_the_draft():
@@ -215,8 +216,8 @@ def test_the_tree_follows_from_the_draft():
         ("dflash", {"topk": 2, "use_rejection_sampling": True}, r"use_rejection_sampling checks chains only: topk=2"),
         ("dflash", {"topk": 2, "use_block_verification": True}, r"use_block_verification checks chains only"),
         ("dflash", {"draft_window_size": 4}, r"draft_window_size=4 must not be below the draft's block_size=5"),
-        ("dflash", {"static_tree": "0 1"}, r"static_tree cannot be used"),
-        ("dflash", {"token_map": (1, 2)}, r"token_map cannot be used"),
+        ("dflash", {"static_tree": "0 1"}, r"static_tree='0 1' is not an option of algorithm='dflash'"),
+        ("dflash", {"token_map": (1, 2)}, r"token_map=\(1, 2\) is not an option of algorithm='dflash'"),
         ("dspark rnn", {"min_draft_survival": 0.5}, r"needs a draft with a confidence head"),
         ("dspark", {"min_draft_survival": 0.5, "topk": 2}, r"shortens chains: topk=2"),
     ],
@@ -228,7 +229,7 @@ def test_what_disagrees_with_the_draft_is_refused(variant, spec, message):
 
 def test_min_draft_survival_is_a_probability():
     with pytest.raises(ConfigError, match=r"min_draft_survival=1.5 must lie in \[0, 1\)"):
-        SpecConfig(min_draft_survival=1.5)
+        DSparkOptions(min_draft_survival=1.5)
 
 
 @pytest.mark.parametrize(

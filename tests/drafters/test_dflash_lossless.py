@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import SpecConfig, generate
+from jaxspec import generate
 from jaxspec.drafters import dflash
 from tests.drafters.dflash_cases import VARIANTS, VOCAB, random_draft, target
 from tests.drafters.distribution import fit
 from tests.drafters.eagle_cases import prompts
+from tests.specs import spec_of
 
 TOKENS = 64
 TREES = {"chain": {}, "tree": {"topk": 3, "num_draft_tokens": 9}}
@@ -34,7 +35,7 @@ FURTHER = {
 def check(variant: str, tree: str, page_size: int, batch: int, chunk: int | None, **spec) -> float:
     draft = random_draft(variant)
     answers = generate(
-        target(), prompts(VOCAB)[:batch], draft=draft, spec=SpecConfig(**TREES[tree], **spec), max_new_tokens=TOKENS,
+        target(), prompts(VOCAB)[:batch], draft=draft, spec=spec_of(**TREES[tree], **spec), max_new_tokens=TOKENS,
         ignore_eos=True, page_size=page_size, prefill_chunk=chunk,
     )  # fmt: skip
     for answer, expected in zip(answers, plain(), strict=False):
@@ -76,7 +77,7 @@ def test_greedy_answers_equal_plain_decoding_in_every_combination(variant):
 
 
 def p_of(variant: str, **spec) -> float:
-    p, answers = fit(target(), 2000, 3.0, draft=random_draft(variant), spec=SpecConfig(**spec))
+    p, answers = fit(target(), 2000, 3.0, draft=random_draft(variant), spec=spec_of(**spec))
     if "min_draft_survival" in spec:
         share = np.mean([answer.stats.proposed / answer.stats.rounds for answer in answers]) / spec["num_steps"]
         assert 0.2 < share < 0.9

@@ -12,7 +12,7 @@ import pytest
 
 import jaxspec
 from jaxspec import ConfigError, SamplingParams, SpecConfig, generate
-from jaxspec.drafters import eagle, peagle
+from jaxspec.drafters import registry
 from jaxspec.drafters.eagle import EagleDrafter
 from jaxspec.drafters.sampled_chain import sampled_chain
 from jaxspec.drafters.static_tree import EAGLE1_TREE, StaticTree
@@ -24,6 +24,7 @@ from jaxspec.sampling import row_keys, sampling_state
 from tests.drafters.batch_checks import assert_caches_are_updated_in_place, assert_every_draft_is_accepted, count_traces
 from tests.drafters.eagle_cases import prompts, random_head, tiny_target, trained
 from tests.parity.checks.statistics import p_value
+from tests.specs import spec_of
 
 
 class OracleDrafter(EagleDrafter):
@@ -87,11 +88,11 @@ def test_eagle1_static_tree_has_the_published_shape():
 
 def test_a_static_tree_holds_the_ranks_it_names():
     target, head = tiny_target(), random_head("eagle")
-    spec = SpecConfig(static_tree="0 1 2 00 01 10 000")
+    spec = spec_of(static_tree="0 1 2 00 01 10 000")
     tree, _ = proposed(target, head, spec)
     dynamic, _ = proposed(target, head, SpecConfig(num_steps=3, topk=3, num_draft_tokens=22))  # every candidate
     assert tree.parent[0].tolist() == [-1, 0, 0, 0, 1, 1, 2, 4]
-    paths = StaticTree.of(spec.static_tree).paths
+    paths = StaticTree.of(spec.options["static_tree"]).paths
     for row in range(tree.tokens.shape[0]):
         by_rank = {(): 0}
         for node in range(1, 22):  # siblings of a dynamic tree stand in order of their probability
@@ -108,15 +109,15 @@ def test_a_token_map_keeps_the_order_of_the_tokens_it_holds():
     target, head = trained("e2e_eagle2")
     full, _ = proposed(target, head, SpecConfig(num_steps=1, topk=14, num_draft_tokens=15))
     kept = (11, 2, 7, 3, 5, 0)
-    cut, _ = proposed(target, head, SpecConfig(num_steps=1, topk=6, num_draft_tokens=7, token_map=kept))
+    cut, _ = proposed(target, head, spec_of(num_steps=1, topk=6, num_draft_tokens=7, token_map=kept))
     for row, expected in zip(np.asarray(cut.tokens), np.asarray(full.tokens), strict=True):
         assert row[1:].tolist() == [t for t in expected[1:].tolist() if t in kept]
     with pytest.raises(ConfigError, match="topk=7 exceeds the draft's vocabulary of 6"):
-        proposed(target, head, SpecConfig(num_steps=1, topk=7, num_draft_tokens=8, token_map=kept))
+        proposed(target, head, spec_of(num_steps=1, topk=7, num_draft_tokens=8, token_map=kept))
     with pytest.raises(ConfigError, match="names id 14, the target's vocabulary has 14"):
-        proposed(target, head, SpecConfig(num_steps=1, topk=1, token_map=(1, 14)))
+        proposed(target, head, spec_of(num_steps=1, topk=1, token_map=(1, 14)))
     with pytest.raises(ConfigError, match="EAGLE3 draft has a head of its own"):
-        proposed(*trained("e2e_eagle3"), SpecConfig(num_steps=1, topk=1, token_map=kept))
+        proposed(*trained("e2e_eagle3"), spec_of(num_steps=1, topk=1, token_map=kept))
 
 
 def test_a_token_map_of_a_tied_or_quantised_head():
@@ -167,7 +168,7 @@ def test_a_wide_window_changes_nothing_and_a_sink_extends_a_narrow_one():
         "narrow": {"draft_window_size": 4},
         "sink": {"draft_window_size": 4, "draft_sink_size": 26},
     }.items():
-        trees[name], _ = proposed(target, head, dataclasses.replace(spec, **over), ids)
+        trees[name], _ = proposed(target, head, dataclasses.replace(spec, options=over), ids)
     np.testing.assert_array_equal(trees["wide"].tokens, trees["none"].tokens)
     assert (trees["narrow"].tokens != trees["none"].tokens).any()
     # The sink and the window together cover all of the first prompt and its tree, not of the second.
@@ -176,25 +177,25 @@ def test_a_wide_window_changes_nothing_and_a_sink_extends_a_narrow_one():
 
 def test_parameters_follow_the_family_and_are_checked():
     llama, qwen = tiny_target().config, dataclasses.replace(tiny_target().config, family="qwen3")
-    resolved = {c.family: eagle.resolve(SpecConfig(), c) for c in (llama, qwen)}
+    resolved = {c.family: registry.resolve("EAGLE", SpecConfig(), c) for c in (llama, qwen)}
     assert {f: (s.num_steps, s.topk, s.num_draft_tokens) for f, s in resolved.items()} == {
         "llama": (5, 4, 8),
         "qwen3": (3, 1, 4),
     }
-    chain = eagle.resolve(SpecConfig(use_rejection_sampling=True), llama)
+    chain = registry.resolve("EAGLE", SpecConfig(use_rejection_sampling=True), llama)
     assert (chain.num_steps, chain.topk, chain.num_draft_tokens) == (3, 1, 4)
     with pytest.raises(ConfigError, match="use_block_verification checks chains only: topk=4"):
-        eagle.resolve(SpecConfig(5, 4, 8, use_block_verification=True), llama)
+        registry.resolve("EAGLE", SpecConfig(5, 4, 8, use_block_verification=True), llama)
     with pytest.raises(ConfigError, match="num_draft_tokens=50 is out of range.*2 to 37 nodes"):
-        eagle.resolve(SpecConfig(3, 4, 50), llama)
-    assert eagle.resolve(SpecConfig(3, 4, 37), llama).num_draft_tokens == 37
+        registry.resolve("EAGLE", SpecConfig(3, 4, 50), llama)
+    assert registry.resolve("EAGLE", SpecConfig(3, 4, 37), llama).num_draft_tokens == 37
     with pytest.raises(ConfigError, match="num_steps=4 contradicts the static tree, which has num_steps=2"):
-        eagle.resolve(SpecConfig(num_steps=4, static_tree="0 1 00"), llama)
+        registry.resolve("EAGLE", spec_of(num_steps=4, static_tree="0 1 00"), llama)
     with pytest.raises(ConfigError, match=r"\(1, 0\) is empty, negative, named twice or has no parent"):
-        eagle.resolve(SpecConfig(static_tree="0 10"), llama)
+        registry.resolve("EAGLE", spec_of(static_tree="0 10"), llama)
     with pytest.raises(ConfigError, match="topk=2 must be 1"):
-        peagle.resolve(SpecConfig(3, 2, 4), llama)
-    assert peagle.resolve(SpecConfig(), llama).num_steps == 5
+        registry.resolve("PEAGLE", SpecConfig(3, 2, 4), llama)
+    assert registry.resolve("PEAGLE", SpecConfig(), llama).num_steps == 5
 
 
 def test_a_head_for_another_target_is_refused():

@@ -12,6 +12,7 @@ from jaxspec.drafters import eagle_model
 from jaxspec.loading import DraftParams
 from tests.drafters.distribution import fit
 from tests.drafters.eagle_cases import VARIANTS, head_config, prompts, random_head, tiny_target, trained
+from tests.specs import spec_of
 
 TOKENS = 64
 TREES = {
@@ -33,7 +34,7 @@ def check(variant: str, tree: str, page_size: int, batch: int, chunk: int | None
     learned = variant.startswith("e2e")
     target, head = trained(variant) if learned else (tiny_target(), random_head(variant))
     answers = generate(
-        target, prompts(target.config.vocab_size)[:batch], draft=head, spec=SpecConfig(**TREES[tree]), max_new_tokens=TOKENS,
+        target, prompts(target.config.vocab_size)[:batch], draft=head, spec=spec_of(**TREES[tree]), max_new_tokens=TOKENS,
         ignore_eos=True, page_size=page_size, prefill_chunk=chunk,
     )  # fmt: skip
     for answer, expected in zip(answers, plain(learned), strict=False):

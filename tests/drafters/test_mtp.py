@@ -27,7 +27,7 @@ PAGE_SIZE, PAGES = 4, 9
 
 
 def drafter_of(params: ModelParams, **changes) -> tuple[MtpDrafter, dict]:
-    spec = mtp.resolve(SpecConfig(**changes), params.config)
+    spec = registry.resolve("NEXTN", SpecConfig(**changes), params.config)
     return mtp.build(params, None, spec)
 
 
@@ -288,7 +288,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match="needs MTP layers; the given draft"):
         mtp.build(params, DraftParams({}, params.config), SpecConfig(3, 1, 4))
     with pytest.raises(ConfigError, match="topk=2 must be 1"):
-        mtp.resolve(SpecConfig(2, 2, 4, use_rejection_sampling=True), params.config)
+        registry.resolve("NEXTN", SpecConfig(2, 2, 4, use_rejection_sampling=True), params.config)
     with pytest.raises(ConfigError, match="unknown MTP family 'x'; known: deepseek"):
         MtpConfig(params.config, "x")
 

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from jaxspec import SpecConfig, generate
+from jaxspec import MtpOptions, SpecConfig, generate
 from jaxspec.drafters.mtp_config import mtp_config
 from tests.drafters.distribution import fit
 from tests.drafters.mtp_cases import TARGETS, dense_target, prompts, target, with_mtp
@@ -27,7 +27,7 @@ def plain_answers(name: str) -> list[list[int]]:
 
 def check(name: str, tree: str, page_size: int, batch: int, chunk: int | None) -> None:
     params = target(name)
-    spec = SpecConfig(*TREES[tree], **({"draft_window_size": 5, "draft_sink_size": 1} if name == "raw" else {}))
+    spec = SpecConfig(*TREES[tree], options=MtpOptions(5, 1) if name == "raw" else None)
     answers = generate(
         params, prompts(params.config.vocab_size)[:batch], spec=spec, max_new_tokens=TOKENS, ignore_eos=True,
         page_size=page_size, prefill_chunk=chunk,

@@ -7,7 +7,7 @@ import pytest
 
 import jaxspec
 from jaxspec.config import ConfigError, SpecConfig
-from jaxspec.drafters import ngram
+from jaxspec.drafters import ngram, registry
 from jaxspec.drafters.ngram_config import NgramConfig
 from jaxspec.drafters.ngram_history import NgramHistory
 from tests import tiny
@@ -16,8 +16,8 @@ from tests import tiny
 def test_a_corpus_in_the_parameters_becomes_a_parameter_of_the_drafter(tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_text(json.dumps("abcd"))
-    spec = SpecConfig(ngram_external_corpus_path=str(path), ngram_external_sam_budget=2)
-    spec = ngram.resolve(spec, None)
+    spec = SpecConfig(options=NgramConfig(external_corpus_path=str(path), external_sam_budget=2))
+    spec = registry.resolve("NGRAM", spec, None)
     target = SimpleNamespace(tokenizer=lambda text: list(text.encode()))
     drafter, params = ngram.build(target, None, spec)
     assert drafter.num_draft_tokens == 12 and drafter.config.external_corpus_path == str(path)
@@ -25,9 +25,10 @@ def test_a_corpus_in_the_parameters_becomes_a_parameter_of_the_drafter(tmp_path)
 
 
 def test_a_given_history_brings_its_own_match_parameters_and_contents():
-    spec = ngram.resolve(SpecConfig(num_draft_tokens=5), None)
+    spec = registry.resolve("NGRAM", SpecConfig(num_draft_tokens=5), None)
     assert ngram.build(None, None, spec) == (ngram.NgramDrafter(5), None)
     given = NgramHistory(NgramConfig(max_trie_depth=3, device_nodes=64))
+    spec = registry.resolve("NGRAM", SpecConfig(num_draft_tokens=5), None, given)
     drafter, params = ngram.build(None, given, spec)
     assert drafter == ngram.NgramDrafter(5, given.config) and params.trie is given.arrays().trie
     given.insert([1, 2])
@@ -37,9 +38,9 @@ def test_a_given_history_brings_its_own_match_parameters_and_contents():
 
 def test_parameters_of_other_algorithms_are_refused():
     with pytest.raises(ConfigError, match="num_steps and topk"):
-        ngram.resolve(SpecConfig(num_steps=3, topk=1, num_draft_tokens=4), None)
+        registry.resolve("NGRAM", SpecConfig(num_steps=3, topk=1, num_draft_tokens=4), None)
     with pytest.raises(ConfigError, match="external_sam_budget=12"):
-        ngram.resolve(SpecConfig(ngram_external_sam_budget=12), None)
+        registry.resolve("NGRAM", SpecConfig(options={"ngram_external_sam_budget": 12}), None)
 
 
 def test_output_with_history_and_corpus_equals_plain_decoding():

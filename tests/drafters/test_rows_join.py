@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import ConfigError, SpecConfig
+from jaxspec.config import ConfigError
 from jaxspec.drafters.base import Drafter, check_tree
 from jaxspec.drafters.ngram_history import NgramHistory
 from jaxspec.engine.batch import Batch, open_batch
@@ -28,6 +28,7 @@ from jaxspec.tree import chain
 from tests import tiny
 from tests.drafters import dflash_cases, eagle_cases, mtp_cases, uno_cases
 from tests.drafters.batch_checks import pools_of
+from tests.specs import spec_of
 
 PAGE_SIZE, CHUNK = 4, 5
 
@@ -61,7 +62,7 @@ def batch_of(case: str, prompts) -> Batch:
     target, draft, spec = CASES[case]()
     sampled = spec.get("use_rejection_sampling", False) or case == "dspark"
     return open_batch(
-        target, prompts, draft=draft, algorithm="auto" if draft or target.drafts else "none", spec=SpecConfig(**spec),
+        target, prompts, draft=draft, algorithm="auto" if draft or target.drafts else "none", spec=spec_of(**spec),
         sampling=[SamplingParams(temperature=float(sampled), seed=i) for i in range(len(prompts))],
         ignore_eos=True, max_new_tokens=24, page_size=PAGE_SIZE, prefill_chunk=CHUNK,
     )  # fmt: skip

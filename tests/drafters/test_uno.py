@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec import ConfigError, ModelParams, SpecConfig, generate
 from jaxspec.conversion.peft import columns_of
-from jaxspec.drafters import uno, uno_model
+from jaxspec.drafters import registry, uno, uno_model
 from jaxspec.drafters.uno_config import MODULES, PRODUCTS, UnoConfig
 from jaxspec.engine.batch import Batch, open_batch
 from jaxspec.kvcache import LayerKV
@@ -22,6 +22,7 @@ from jaxspec.tree import pack_bits
 from tests.drafters.batch_checks import assert_caches_are_updated_in_place
 from tests.drafters.eagle_cases import prompts, tiny_target
 from tests.drafters.uno_cases import VOCAB, random_adapter, target, without_effect
+from tests.specs import spec_of
 
 
 def batch_for(model, asked, adapter, spec=None, sampling=None, new=16, page_size=4) -> Batch:
@@ -196,7 +197,7 @@ def test_every_stop_position_and_length_limit_inside_a_run(tree):
 
 
 def noise_of(model, asked, seed=0, **spec) -> np.ndarray:
-    batch = batch_for(model, asked, random_adapter(), SpecConfig(num_draft_tokens=5, **spec))
+    batch = batch_for(model, asked, random_adapter(), spec_of(num_draft_tokens=5, **spec))
     cache = dataclasses.replace(batch.state.cache, length=jnp.array([len(a) - 1 for a in asked], jnp.int32))
     keys = row_keys([seed + i % 8 for i in range(len(asked))])
     state = dataclasses.replace(batch.state, cache=cache, keys=keys)
@@ -236,7 +237,7 @@ RESOLVED = {
 @pytest.mark.parametrize("name", RESOLVED)
 def test_parameters_are_filled_in(name):
     asked, expected = RESOLVED[name]
-    spec = uno.resolve_for(SpecConfig(**asked), target().config, random_adapter())
+    spec = registry.resolve("UNO", spec_of(**asked), target().config, random_adapter())
     assert (spec.num_steps, spec.topk, spec.num_draft_tokens) == expected
     drafter, _ = uno.build(target(), random_adapter(), spec)
     steps, topk, nodes = expected
@@ -251,9 +252,9 @@ WRONG = {
     "too many nodes": (dict(num_steps=2, topk=2, num_draft_tokens=8), "num_draft_tokens=8 is out of range: .* 2 to 7 nodes"),
     "topk": (dict(topk=9), "topk=9 exceeds the vocabulary of 8"),
     "rejection of a tree": (dict(topk=2, use_rejection_sampling=True), "use_rejection_sampling checks chains only: topk=2"),
-    "window": (dict(draft_window_size=4), "draft_window_size cannot be used with UNO"),
-    "static tree": (dict(static_tree="0 1"), "static_tree cannot be used with UNO"),
-    "survival": (dict(min_draft_survival=0.5), "min_draft_survival=0.5 needs a draft with a confidence head"),
+    "window": (dict(draft_window_size=4), "draft_window_size=4 is not an option of algorithm='uno'"),
+    "static tree": (dict(static_tree="0 1"), "static_tree='0 1' is not an option of algorithm='uno'"),
+    "survival": (dict(min_draft_survival=0.5), "min_draft_survival=0.5 is not an option of algorithm='uno'"),
     "noise": (dict(uno_noise="pink"), "uno_noise='pink' must be one of uniform, hash, mask"),
     "no mask token": (dict(uno_noise="mask"), "needs uno_mask_token_id"),
     "mask token": (dict(uno_mask_token_id=8), r"uno_mask_token_id=8 must lie in 2 … 7"),
@@ -264,7 +265,7 @@ WRONG = {
 def test_parameters_that_cannot_work_are_refused(name):
     asked, message = WRONG[name]
     with pytest.raises(ConfigError, match=message):
-        uno.resolve_for(SpecConfig(**asked), target().config, random_adapter())
+        registry.resolve("UNO", spec_of(**asked), target().config, random_adapter())
 
 
 def test_an_adapter_for_another_target_is_refused():

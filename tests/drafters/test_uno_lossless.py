@@ -6,7 +6,7 @@ from functools import cache
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import SpecConfig, generate
+from jaxspec import SpecConfig, UnoOptions, generate
 from jaxspec.drafters import uno
 from tests.drafters.distribution import fit
 from tests.drafters.eagle_cases import prompts
@@ -34,7 +34,7 @@ def check(case: str, tree: str, page_size: int, batch: int, chunk: int | None, p
     model, adapter = recorded() if case == "recorded" else (target(), random_adapter())
     answers = generate(
         model, prompts(model.config.vocab_size)[:batch], draft=adapter, max_new_tokens=TOKENS, ignore_eos=True, seed=1,
-        spec=SpecConfig(**TREES[tree], uno_noise=noise, uno_mask_token_id=model.config.vocab_size - 1),
+        spec=SpecConfig(**TREES[tree], options=UnoOptions(noise, model.config.vocab_size - 1)),
         page_size=page_size, prefill_chunk=chunk, **PENALTIES if penalized else {},
     )  # fmt: skip
     for answer, expected in zip(answers, plain(case, penalized), strict=False):

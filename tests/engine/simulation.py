@@ -47,7 +47,7 @@ class Traffic:
 
     def _size(self, most: int) -> int:
         """1 … most, small ones more often: their logarithm is nearly uniform."""
-        return int((most + 1) ** (self.rng.random() ** 1.4))
+        return int((most + 1) ** (self.rng.random() ** 1.7))
 
     def some(self) -> list[Request]:
         """A request, or the siblings of one."""

@@ -288,7 +288,7 @@ def test_reading_more_of_the_target_than_a_head_needs_changes_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", heads.MODULES)
+@pytest.mark.parametrize("head", heads.modules())
 def test_every_head_trains_through_the_command(tmp_path, head):
     arguments = [
         head, "--target", TARGET, "--steps", "4", "--out", str(tmp_path / head), "--tokens", "2000", "--length", "48",

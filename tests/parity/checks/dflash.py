@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspec.block_tree import best_first
 from jaxspec.config import SpecConfig
-from jaxspec.drafters import dflash, dflash_heads
+from jaxspec.drafters import dflash_heads, registry
 from jaxspec.engine.batch import open_batch
 from jaxspec.loading import load_draft
 from jaxspec.round import draft, verify
@@ -40,7 +40,7 @@ def check_draft(folder: Path) -> float:
     config, params, a = head.config, head.tree, case.arrays
     if list(config.taps) != case.info["taps"]["hidden_states_index"]:
         raise Mismatch(f"taps {config.taps} instead of {case.info['taps']['hidden_states_index']}")
-    drafter, params = dflash.build(target, head, dflash.resolve_for(SpecConfig(), target.config, head))
+    drafter, params = registry.prepare("auto", target, head, SpecConfig())[2:]
     tokens = a["token_ids"]
     features = FEATURES(target, config.taps, jnp.asarray(tokens))[0]
     state = drafter.init(params, 1, NUM_PAGES, PAGE_SIZE, 64, jnp.float32)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import SpecConfig
-from jaxspec.drafters import eagle, eagle_model
+from jaxspec.drafters import eagle_model, registry
 from jaxspec.drafters.base import RoundContext
 from jaxspec.drafters.eagle import EagleDrafter
 from jaxspec.engine.batch import open_batch
@@ -150,7 +150,7 @@ def check_tree(folder: Path) -> float:
             continue
         depth, topk, total = (int(x) for x in name[1:].replace("k", " ").replace("t", " ").split())
         spec = SpecConfig(num_steps=depth + 1, topk=topk, num_draft_tokens=total)
-        drafter, params = eagle.build(target, head, eagle.resolve(spec, target.config))
+        drafter, params = registry.prepare("auto", target, head, spec)[2:]
         logits, tree = prefilled_tree(drafter, target, params, jnp.asarray(prompt)[None], case.arrays["features"][None])
         error = max(error, case.compare("prefill.last_logits", logits[0]))
         got = {"tokens": tree.tokens, "parents": tree.parent, "depths": tree.depth, "mask": unpack_bits(tree.ancestors, total)}

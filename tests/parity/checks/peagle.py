@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import SpecConfig
-from jaxspec.drafters import eagle_model, peagle
+from jaxspec.drafters import eagle_model, registry
 from tests.parity.checks import Case
 from tests.parity.checks.eagle import NUM_PAGES, PAGE_SIZE, context, target_features
 
@@ -16,8 +16,7 @@ def check_parallel_draft(case: Case, target, head) -> float:
     a, config, params = case.arrays, head.config, head.tree
     P, rows = len(a["features"]), len(a["token_ids"])
     num_steps = rows - P + 1
-    spec = peagle.resolve(SpecConfig(num_steps=num_steps, topk=1), target.config)
-    drafter, params = peagle.build(target, head, spec)
+    drafter, params = registry.prepare("peagle", target, head, SpecConfig(num_steps=num_steps, topk=1))[2:]
     error = case.compare("features", target_features(target, config.taps, a["prompt_ids"][:P])[0])
     masks = np.broadcast_to(np.asarray(params["mask_hidden"]), (num_steps - 1, config.feature_size))
     hidden = eagle_model.project(params, config, jnp.asarray(np.concatenate([a["features"], masks]))[None])

@@ -1,0 +1,526 @@
+"""`Engine`: many requests at once, from many threads, on one device: the core in a thread of its own, text in another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from jaxspec import prefill
+from jaxspec.config import ConfigError, SpecConfig
+from jaxspec.engine.config import EngineConfig
+from jaxspec.engine.core import Core
+from jaxspec.engine.device import Device, Memory, pool_bytes
+from jaxspec.engine.messages import Delta, Failed, Limits, QueueFull, Request, SchedulerConfig
+from jaxspec.engine.text import Answer
+from jaxspec.generation import Speculation, StreamChunk
+from jaxspec.kvcache import pages_for
+from jaxspec.requests import build_requests
+from jaxspec.results import GenerationResult, result_of
+from jaxspec.runtime import available_bytes, total_bytes, use_compilation_cache
+
+RUNNING = {"cpu": 8, "gpu": 64}
+"""Requests that run at once unless the settings say otherwise."""
+REQUEST_FIELDS = ("speculation", "priority", "namespace", "score_from")
+
+
+class EngineStopped(RuntimeError):
+    """The engine was closed, or a launch failed for the second time within a minute."""
+
+
+class LaunchFailed(RuntimeError):
+    """The device failed while a request was running; the engine goes on with others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """What an engine does at the moment and has done so far; counts of pages, tokens and launches, times in seconds.
+
+    Attributes:
+      running, queued: requests.
+      rows, bucket: most rows of the table, and those that it has now.
+      total_pages, free_pages, cached_pages, shared_pages, owned_pages: the pool by class.
+      token_usage: part of the pool that running requests hold.
+      cache_hit_rate: part of the last prompts' tokens that were cached.
+      accept_length: tokens a round emitted, over all rounds.
+      tokens_total, rounds_total, proposed_total, retractions_total, launches_total: since the start.
+      host_seconds_total, device_wait_seconds_total: of the core's loop, working and waiting for the device.
+      compile_seconds_total, uptime_seconds: since the start.
+      programs: names of the compiled programs.
+    """
+
+    running: int
+    queued: int
+    rows: int
+    bucket: int
+    total_pages: int
+    free_pages: int
+    cached_pages: int
+    shared_pages: int
+    owned_pages: int
+    token_usage: float
+    cache_hit_rate: float
+    accept_length: float
+    tokens_total: int
+    rounds_total: int
+    proposed_total: int
+    retractions_total: int
+    launches_total: int
+    host_seconds_total: float
+    device_wait_seconds_total: float
+    compile_seconds_total: float
+    uptime_seconds: float
+    programs: tuple[str, ...]
+
+
+class Handle:
+    """One request under way. Iterate over it, synchronously or not, for its pieces; or wait for `result`.
+
+    Attributes:
+      rid: its name.
+      index: which prompt of the call it belongs to.
+    """
+
+    def __init__(self, engine: Engine, request: Request, index: int):
+        self.rid, self.index, self.request, self._engine = request.rid, index, request, engine
+        self.answer = Answer(engine.params.tokenizer, request.ids, request.stop)
+        self.begun = time.perf_counter()
+        self.first = self.ended = 0.0
+        self._chunks: queue.SimpleQueue[StreamChunk | None] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self._result: GenerationResult | None = None
+        self._error: Exception | None = None
+        self._wake: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def result(self, timeout: float | None = None) -> GenerationResult:
+        """Waits for the answer.
+
+        Raises:
+          TimeoutError: it is not there after `timeout` seconds.
+          LaunchFailed, EngineStopped: it will never be.
+        """
+        if not self._over.wait(timeout):
+            raise TimeoutError(f"request {self.rid!r} has not ended within {timeout} s")
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether the request ends within `timeout` seconds."""
+        return self._over.wait(timeout)
+
+    def abort(self) -> None:
+        """Ends the request; its result has what had been emitted, with finish reason "abort"."""
+        self._engine.abort(self.rid)
+
+    def __iter__(self) -> Iterator[StreamChunk]:
+        """Pieces as they come; leaving the iteration aborts the request."""
+        try:
+            while (chunk := self._chunks.get()) is not None:
+                yield chunk
+            self.result()
+        finally:
+            self.abort()
+
+    async def __aiter__(self) -> AsyncIterator[StreamChunk]:
+        """The same for a running event loop."""
+        self._wake = (asyncio.get_running_loop(), asyncio.Event())
+        try:
+            while True:
+                self._wake[1].clear()
+                try:
+                    chunk = self._chunks.get_nowait()
+                except queue.Empty:
+                    await self._wake[1].wait()
+                    continue
+                if chunk is None:
+                    break
+                yield chunk
+            self.result()
+        finally:
+            self.abort()
+
+    def push(self, chunk: StreamChunk | None) -> None:
+        """Hands a piece on; None behind the last one."""
+        self._chunks.put(chunk)
+        wake = self._wake
+        if wake is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                wake[0].call_soon_threadsafe(wake[1].set)
+
+    def end(self, result: GenerationResult | None, error: Exception | None = None) -> None:
+        """Sets the outcome."""
+        self._result, self._error = result, error
+        self.push(None)
+        self._over.set()
+
+
+class Engine:
+    """Answers many requests at once: they share the pages of common beginnings, join and leave between rounds.
+
+    Every answer is the one that `jaxspec.generate` gives alone. Threads may call at once; `submit` is the one way in.
+
+    Example:
+      >>> with jaxspec.Engine(params) as engine:
+      ...     results = engine.generate(["Why is the sky blue?", "Name three rivers."], max_new_tokens=64)
+
+    Args:
+      params: the target, from `jaxspec.load`.
+      draft, algorithm, num_steps, topk, num_draft_tokens, spec: as for `jaxspec.generate`.
+      **settings: the fields of `jaxspec.EngineConfig`.
+
+    Raises:
+      ConfigError: settings that cannot work; PoolTooLarge (one of them): the pool does not fit.
+    """
+
+    def __init__(
+        self,
+        params,
+        draft=None,
+        algorithm="auto",
+        *,
+        num_steps: int | None = None,
+        topk: int | None = None,
+        num_draft_tokens: int | None = None,
+        spec: SpecConfig | None = None,
+        **settings: Any,
+    ):
+        use_compilation_cache()
+        names = {f.name for f in dataclasses.fields(EngineConfig)}
+        unknown = sorted(set(settings) - names)
+        if unknown:
+            raise ConfigError(f"Engine has no setting {unknown[0]!r}; there are: {', '.join(sorted(names))}")
+        self.params, self.config = params, EngineConfig(**settings)
+        self.chosen = Speculation.choose(
+            params, draft, algorithm, spec, num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens
+        )
+        limits = self._limits()
+        self.memory = Memory(
+            params.tree, self.chosen.draft_tree, self.chosen.program, page_size=self.config.page_size,
+            num_pages=limits.total_pages + 1,
+        )  # fmt: skip
+        c = self.config
+        self._core = Core(
+            Device(self.memory, limits, self._long, c.num_continuous_decode_steps),
+            SchedulerConfig(
+                schedule_policy=c.schedule_policy, schedule_conservativeness=c.schedule_conservativeness,
+                prefill_budget=c.prefill_budget, prefill_decode_interval=c.prefill_decode_interval,
+                max_prefill_tokens=c.chunked_prefill_size, rounds_per_launch=c.num_continuous_decode_steps,
+                prefix_cache=not c.disable_radix_cache, low_priority_first=c.schedule_low_priority_values_first,
+            ),
+            clock=time.perf_counter,
+        )  # fmt: skip
+        self._handles: dict[str, Handle] = {}
+        self._names, self._seeds = itertools.count(), itertools.count(c.random_seed or 0)
+        self._lock, self._inbox = threading.Condition(), []
+        self._outbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._state, self._failed_at = "running", -1e9
+        self._learned = 0
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for target, name in ((self._run_core, "jaxspec-core"), (self._run_text, "jaxspec-text"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _limits(self) -> Limits:
+        """Sizes of table and pool."""
+        c, model, drafter = self.config, self.params.config, self.chosen.program.drafter
+        running = c.max_running_requests or RUNNING[prefill.platform()]
+        if c.context_length is not None and c.context_length > model.max_positions:
+            raise ConfigError(f"context_length={c.context_length} exceeds the model's {model.max_positions} positions")
+        context = c.context_length or model.max_positions
+        row_pages = pages_for(context + drafter.slack, c.page_size)
+        dtype = self.params.tree["embedder"]["embedding"].dtype
+        self._long = prefill.prefill_attention(model, dtype)
+        if c.max_total_tokens is not None:
+            pages = pages_for(c.max_total_tokens, c.page_size)
+        else:
+            page = pool_bytes(self.chosen.program, self.chosen.draft_tree, 1, c.page_size, str(dtype))
+            there, total = available_bytes(), total_bytes()
+            if there is None or total is None:
+                raise ConfigError("this platform does not say how much memory it has: give max_total_tokens")
+            room = there - (1 - c.mem_fraction_static) * total
+            pages = min(running * row_pages, int(room // page) - 1)
+        if pages < pages_for(1 + drafter.slack + 1, c.page_size):
+            raise ConfigError(
+                f"{max(pages, 0)} pages of {c.page_size} positions are left for requests, too few for one: raise "
+                f"mem_fraction_static={c.mem_fraction_static} or max_total_tokens={c.max_total_tokens}, or take a smaller tree"
+            )
+        return Limits(
+            buckets=prefill.buckets_for(running), **prefill.program_sizes(self._long), max_len=context, total_pages=pages,
+            page_size=c.page_size, max_accept=drafter.max_accept, slack=drafter.slack, key_lookahead=drafter.key_lookahead,
+            separate_blocks=drafter.separate_blocks,
+        )  # fmt: skip
+
+    # What a caller does.
+
+    def submit(self, prompt, **request: Any) -> Handle | list[Handle]:
+        """Starts one prompt or a batch and returns at once.
+
+        Args:
+          prompt: as for `jaxspec.generate`.
+          **request: the arguments of `jaxspec.generate` from `max_new_tokens` to `chat`; and n (answers to each prompt),
+            rid (the request's name), priority, speculation (False: this request drafts nothing), cache_salt and extra_key
+            (requests share pages only where both are equal).
+
+        Returns:
+          A `Handle`, or a list of them for a batch or n > 1.
+
+        Raises:
+          ConfigError: a request that cannot work.
+          QueueFull: as many as `max_queued_requests` wait.
+          EngineStopped: the engine is closed.
+        """
+        requests, single = self._requests(prompt, **request)
+        handles = [Handle(self, r, i) for i, r in enumerate(requests)]
+        with self._lock:
+            if self._state != "running":
+                raise EngineStopped(f"the engine is {self._state}: it takes no more requests")
+            names = [h.rid for h in handles]
+            taken = next((n for n in names if n in self._handles or names.count(n) > 1), None)
+            if taken is not None:
+                raise ConfigError(f"rid={taken!r} names a request that has not ended; names must be unique")
+            most = self.config.max_queued_requests
+            waiting = len(self._core.scheduler.queue) + sum(kind == "submit" for kind, *_ in self._inbox)
+            if most is not None and waiting + len(handles) > most:
+                raise QueueFull(f"{waiting} requests wait, max_queued_requests={most}")
+            for handle in handles:
+                self._core.scheduler.refuse(handle.request)
+            self._handles |= {h.rid: h for h in handles}
+            self._inbox += [("submit", h.request) for h in handles]
+            self._lock.notify_all()
+        return handles[0] if single else handles
+
+    def generate(self, prompt, **request: Any) -> GenerationResult | list[GenerationResult]:
+        """Answers one prompt or a batch and waits for it; arguments and errors as for `submit`."""
+        handles = self.submit(prompt, **request)
+        return handles.result() if isinstance(handles, Handle) else [h.result() for h in handles]
+
+    async def stream(self, prompt, **request: Any) -> AsyncIterator[StreamChunk]:
+        """Pieces of one answer as they come (`async for`); leaving the iteration aborts the request."""
+        async for chunk in self._one(prompt, request):
+            yield chunk
+
+    def stream_sync(self, prompt, **request: Any) -> Iterator[StreamChunk]:
+        """The same as an ordinary iterator."""
+        yield from self._one(prompt, request)
+
+    def _one(self, prompt, request: dict) -> Handle:
+        handles = self.submit(prompt, **request)
+        if isinstance(handles, Handle):
+            return handles
+        if len(handles) == 1:
+            return handles[0]
+        for handle in handles:
+            handle.abort()
+        raise ConfigError(f"a stream answers one prompt, {len(handles)} answers were asked for: use submit")
+
+    def abort(self, rid: str) -> None:
+        """Ends a request wherever it is; nothing happens if it has ended."""
+        self._tell("abort", rid)
+
+    def abort_all(self) -> None:
+        """Ends every request."""
+        with self._lock:
+            names = list(self._handles)
+        for rid in names:
+            self.abort(rid)
+
+    def flush_cache(self, timeout: float = 0.0) -> bool:
+        """Forgets all cached prefixes, once nothing runs or waits; False if that is not so within `timeout` seconds."""
+        end = time.perf_counter() + timeout
+        while True:
+            with self._lock:
+                if self._state in ("closed", "stopped"):
+                    raise EngineStopped(f"the engine is {self._state}")
+                answer: queue.SimpleQueue[bool] = queue.SimpleQueue()
+                self._inbox.append(("flush", answer))
+                self._lock.notify_all()
+            if answer.get():
+                return True
+            if time.perf_counter() >= end:
+                return False
+            time.sleep(0.01)
+
+    def stats(self) -> EngineStats:
+        """See `EngineStats`."""
+        programs = sorted({function.__name__ for function, _ in list(self.memory.executables)})
+        compiling = self.memory.compile_seconds(0.0)
+        return EngineStats(**self._core.stats(), compile_seconds_total=compiling, programs=tuple(programs))
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Takes no more requests and waits for those there are; False if some are left after `timeout` seconds."""
+        with self._lock:
+            if self._state == "running":
+                self._state = "draining"
+            handles = list(self._handles.values())
+        end = None if timeout is None else time.perf_counter() + timeout
+        return all(handle.wait(None if end is None else max(end - time.perf_counter(), 0)) for handle in handles)
+
+    def close(self) -> None:
+        """Ends all requests, stops the threads and frees the pools. Calling it again does nothing."""
+        with self._lock:
+            if self._state == "closed":
+                return
+            self._state = "closed"
+            self._lock.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self.memory.pools, self._core.device.rows = None, None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Requests.
+
+    def _requests(
+        self, prompt, *, n: int = 1, rid: str | None = None, priority: int = 0, speculation: bool = True, cache_salt: str = "",
+        extra_key: str = "", **request: Any,
+    ) -> tuple[list[Request], bool]:  # fmt: skip
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ConfigError(f"n={n!r} must be a whole number of at least 1")
+        made, single = build_requests(self.params, prompt, **request)
+        if self.config.random_seed is not None and request.get("seed") is None:
+            made = [self._reseeded(r, next(self._seeds)) for r in made]
+        found = []
+        for i, one in enumerate(made):
+            name = str(next(self._names)) if rid is None else rid if single else f"{rid}-{i}"
+            common = {"priority": priority, "speculation": speculation, "namespace": (cache_salt, extra_key)}
+            for choice in range(n):
+                copy = dataclasses.replace(
+                    one, rid=name if n == 1 else f"{name}-{choice}", group=name if n > 1 else None, choice=choice, **common
+                )
+                found.append(self._reseeded(copy, mixed(one.sampling.seed, choice)) if choice else copy)
+        return found, single and n == 1
+
+    @staticmethod
+    def _reseeded(request: Request, seed: int) -> Request:
+        return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, seed=seed))
+
+    # The core's thread.
+
+    def _tell(self, *message: Any) -> None:
+        with self._lock:
+            self._inbox.append(message)
+            self._lock.notify_all()
+
+    def _run_core(self) -> None:
+        try:
+            self._serve()
+        finally:
+            with self._lock:
+                if self._state != "closed":
+                    self._state = "stopped"
+                left, self._inbox = self._inbox, []
+            self._outbox.put(None)
+            for kind, what in left:
+                if kind == "flush":
+                    what.put(False)
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                while not self._inbox and self._core.idle and self._state != "closed":
+                    self._lock.wait()
+                if self._state == "closed":
+                    break
+                messages, self._inbox = self._inbox, []
+            for kind, what in messages:
+                if kind == "submit":
+                    try:
+                        self._core.submit(what)
+                    except ConfigError as error:
+                        self._outbox.put([Failed(what.rid, str(error), error)])
+                elif kind == "abort":
+                    self._core.abort(what)
+                elif kind == "finish":
+                    self._core.finish(*what)
+                elif kind == "flush":
+                    what.put(self._core.flush())
+            self._learn()
+            events = self._core.step()
+            if events:
+                self._outbox.put(events)
+            if any(isinstance(event, Failed) for event in events) and self._fails_again():
+                break
+
+    def _fails_again(self) -> bool:
+        """Whether a launch has failed for the second time within a minute: the engine stops then."""
+        now = time.perf_counter()
+        again, self._failed_at = now - self._failed_at < 60, now
+        return again
+
+    def _learn(self) -> None:
+        """Puts what a history has learnt since into the drafter's parameters, between two launches."""
+        draft = self.chosen.draft
+        if self._learned and not self._core.scheduler.jobs:
+            self._learned = 0
+            self.memory.use(draft.arrays())
+
+    # The text thread.
+
+    def _run_text(self) -> None:
+        while (events := self._outbox.get()) is not None:
+            for event in events:
+                handle = self._handles.get(event.rid)
+                if handle is None or handle.answer.reason is not None:
+                    continue
+                if isinstance(event, Failed):
+                    self._forget(handle)
+                    refused = isinstance(event.error, ConfigError)
+                    handle.end(None, event.error if refused else LaunchFailed(event.message))
+                else:
+                    self._hear(handle, event)
+        with self._lock:
+            left, self._handles = list(self._handles.values()), {}
+        for handle in left:
+            handle.end(None, EngineStopped(f"the engine is {self._state}"))
+
+    def _hear(self, handle: Handle, delta: Delta) -> None:
+        answer = handle.answer
+        handle.ended = delta.at - handle.begun if delta.at else time.perf_counter() - handle.begun
+        if delta.tokens and not answer.tokens:
+            handle.first = handle.ended
+        cut = answer.add(delta.tokens, delta.from_draft, delta.round_of, delta.proposed_upto, delta.reason)
+        if cut is not None and delta.reason is None:
+            self._tell("finish", (handle.rid, cut))
+        over, piece, result = answer.reason is not None, answer.piece(), None
+        if over:
+            result = result_of(
+                handle.request, answer, self.chosen.program.drafter, self.chosen.spec, self.params.tokenizer,
+                first=handle.first, all_first=handle.first, ended=handle.ended, cached_tokens=delta.cached_tokens,
+                num_retractions=delta.num_retractions,
+            )  # fmt: skip
+        if piece.tokens or piece.text or over:
+            handle.push(StreamChunk(handle.index, piece.text, piece.tokens, result, piece.from_draft))
+        if over:
+            if hasattr(self.chosen.draft, "insert") and answer.reason != "abort":
+                self.chosen.draft.insert([*handle.request.ids.tolist(), *answer.tokens])
+                self._learned += 1
+            self._forget(handle)
+            handle.end(result)
+
+    def _forget(self, handle: Handle) -> None:
+        with self._lock:
+            self._handles.pop(handle.rid, None)
+
+
+def mixed(seed: int, choice: int) -> int:
+    """The seed of another choice of the same request (SplitMix64); choice 0 has the request's own."""
+    if not choice:
+        return seed
+    x = (seed + choice * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return x ^ (x >> 31)
