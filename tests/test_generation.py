@@ -309,6 +309,7 @@ def test_times_add_up(reference):
             assert 0 < stats.time_to_first_token <= stats.prefill_seconds
             assert (stats.compile_seconds > 0) is compiles
             assert stats.prefill_seconds + stats.decode_seconds + stats.compile_seconds <= wall
+            assert stats.prefill_seconds + stats.decode_seconds == pytest.approx(stats.end_to_end_seconds)
             assert stats.tokens_per_second == pytest.approx((stats.completion_tokens - 1) / stats.decode_seconds)
 
 

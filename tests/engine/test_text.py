@@ -49,6 +49,7 @@ def test_a_stop_string_over_token_borders_cuts_text_tokens_and_log():
         assert answer.add(list(part), [True] * len(part), [number] * len(part), [9] * len(part), None) is None
     assert answer.add(list(b"D two"), [False] * 5, [3] * 5, [12] * 5, None) == 7
     assert (answer.text, bytes(answer.tokens), answer.reason) == ("one ", b"one END", "stop")
+    assert answer.matched_stop == "END"
     from_draft, round_of, proposed_upto = answer.log()
     assert from_draft.tolist() == [True] * 6 + [False]
     assert round_of.tolist() == [0, 0, 0, 0, 1, 2, 3]
@@ -62,6 +63,7 @@ def test_the_stop_string_that_is_complete_first_wins():
         answer = byte_answer(stop=stop)
         grow(answer, [b"xabcdefg"], None)
         assert (answer.text, bytes(answer.tokens), answer.reason) == ("xab", b"xabcd", "stop")
+        assert answer.matched_stop == "cd"
     answer = byte_answer(stop=["bc", "abc"])  # both end there: what the longer one covers is no text either
     grow(answer, [b"xabc"], None)
     assert (answer.text, bytes(answer.tokens)) == ("x", b"xabc")
@@ -70,7 +72,7 @@ def test_the_stop_string_that_is_complete_first_wins():
 def test_what_a_stop_string_may_begin_with_is_held_back():
     answer = byte_answer(stop=["END", "\n\n"])
     assert grow(answer, [b"a", b"E", b"N", b"x\n", b"b", b"EN"]) == ["a", "", "", "ENx", "\nb", "EN"]
-    assert answer.text == "aENx\nbEN"
+    assert (answer.text, answer.matched_stop) == ("aENx\nbEN", None)
     answer = byte_answer(stop=["END"])
     assert grow(answer, [b"aEN", b"D"]) == ["a", ""]
     assert (answer.text, answer.reason) == ("a", "stop")
@@ -79,10 +81,10 @@ def test_what_a_stop_string_may_begin_with_is_held_back():
 def test_a_stop_id_is_no_text_and_a_stop_string_before_it_wins():
     answer = byte_answer()
     assert grow(answer, [b"ab", b"cS"], "stop") == ["ab", "c"]
-    assert (answer.text, bytes(answer.tokens)) == ("abc", b"abcS")
+    assert (answer.text, bytes(answer.tokens), answer.matched_stop) == ("abc", b"abcS", ord("S"))
     answer = byte_answer(stop=["b"])
     assert grow(answer, [b"a", b"bcS"], "stop") == ["a", ""]
-    assert (answer.text, bytes(answer.tokens)) == ("a", b"ab")
+    assert (answer.text, bytes(answer.tokens), answer.matched_stop) == ("a", b"ab", "b")
 
 
 def test_a_character_is_shown_when_it_is_whole():
