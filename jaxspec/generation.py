@@ -88,7 +88,8 @@ class Call:
         self.drafter = chosen.program.drafter
         self.answers = [Answer(params.tokenizer, r.ids, r.stop) for r in requests]
         self.first = [0.0] * len(requests)  # seconds from the call to the first token, compilation apart
-        self.ended = self.compile_seconds = 0.0
+        self.ended = [0.0] * len(requests)  # and to the last one
+        self.compile_seconds = 0.0
         config, slack = params.config, self.drafter.slack
         dtype = params.tree["embedder"]["embedding"].dtype
         positions = [min(len(r.ids) + r.max_new_tokens, config.max_positions) for r in requests]
@@ -122,9 +123,9 @@ class Call:
                     if answer.reason is not None:
                         continue
                     self.compile_seconds = memory.compile_seconds(self.begun)
-                    self.ended = event.at - self.begun - memory.compile_seconds(self.begun, event.at)
+                    self.ended[i] = event.at - self.begun - memory.compile_seconds(self.begun, event.at)
                     if not answer.tokens:
-                        self.first[i] = self.ended
+                        self.first[i] = self.ended[i]
                     cut = answer.add(event.tokens, event.from_draft, event.round_of, event.proposed_upto, event.reason)
                     if cut is not None and event.reason is None:
                         core.finish(event.rid, cut)
@@ -142,7 +143,7 @@ class Call:
         """The result of an answer that has ended."""
         return result_of(
             self.requests[i], self.answers[i], self.drafter, self.chosen.spec, self.params.tokenizer, first=self.first[i],
-            all_first=max(self.first), ended=self.ended, compile_seconds=self.compile_seconds,
+            all_first=max(self.first), ended=self.ended[i], all_ended=max(self.ended), compile_seconds=self.compile_seconds,
         )  # fmt: skip
 
 

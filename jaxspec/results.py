@@ -26,7 +26,7 @@ class Stats:
       accept_by_depth: share of rounds that emitted a draft at depth 1, 2, …
       accepted_histogram: entry i counts rounds that emitted exactly i drafts.
       prefill_seconds: from the call until every prompt of the batch had its first token, compilation apart.
-      decode_seconds: from then until this answer was known, compilation apart.
+      decode_seconds: from then until every answer of the batch was known, compilation apart.
       compile_seconds: compilation during this call; 0 once the programs are known.
       tokens_per_second: tokens emitted by rounds / decode_seconds.
       time_to_first_token: seconds from the call until the first token was known on the host, compilation apart.
@@ -150,7 +150,7 @@ def acceptance(
 
 
 def result_of(
-    request: Any, answer: Any, drafter: Any, spec: Any, tokenizer: Any, *, first: float, all_first: float, ended: float,
+    request: Any, answer: Any, drafter: Any, spec: Any, tokenizer: Any, *, first: float, all_first: float, ended: float, all_ended: float,
     compile_seconds: float = 0.0, cached_tokens: int = 0, num_retractions: int = 0,
 ) -> GenerationResult:  # fmt: skip
     """The result of an answer that has ended.
@@ -159,12 +159,13 @@ def result_of(
       request, answer: the `engine.messages.Request` and the `engine.text.Answer`.
       drafter, spec: what drafted, and its resolved parameters.
       tokenizer: the model's, or None.
-      first, all_first, ended: seconds from the call until the answer's first token, those of all answers of its batch, and
-        its end were known, compilation apart.
+      first, all_first: seconds from the call until the answer's first token and those of all answers of its batch were known,
+        compilation apart.
+      ended, all_ended: the same for their last tokens.
       compile_seconds, cached_tokens, num_retractions: see `Stats`.
     """
     from_draft, round_of, proposed_upto = answer.log()
-    decode_seconds = max(ended - all_first, 0.0)
+    decode_seconds = max(all_ended - all_first, 0.0)
     in_rounds = int((round_of > 0).sum())
     stats = Stats(
         algorithm=drafter.name,

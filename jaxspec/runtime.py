@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +103,34 @@ def compiled(function, *args, graphs: bool = True, **static) -> tuple[Any, float
             del _COMPILED[next(iter(_COMPILED))]
         _COMPILED[key] = program
     return program, time.perf_counter() - start
+
+
+def _says_what_it_compiles() -> bool:
+    """Whether somebody sits there who waits: a terminal or a notebook, not a test or a log file."""
+    return "PYTEST_CURRENT_TEST" not in os.environ and ("ipykernel" in sys.modules or sys.stderr.isatty())
+
+
+@contextlib.contextmanager
+def announced(names: Sequence[str]) -> Iterator[None]:
+    """Says on standard error what is compiled while somebody waits, once it has taken half a second, and how long it took."""
+    if not _says_what_it_compiles():
+        yield
+        return
+    what = ", ".join(sorted({name.removesuffix("_program").replace("_", " ") for name in names}))
+    begun, said = time.perf_counter(), threading.Event()
+
+    def say() -> None:
+        said.set()
+        print(f"compiling {what} …", end="", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(0.5, say)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if said.is_set():
+            print(f" {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
 
 
 def available_bytes() -> int | None:

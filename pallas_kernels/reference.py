@@ -21,7 +21,7 @@ def visible_slots(
     sink: int = 0,
     first: Int[Array, ""] | int = 0,
 ) -> Bool[Array, "B T L"]:
-    """Which of a sequence's slots first … first + num_slots - 1 each query row sees: the mask that `tree_attention` describes."""
+    """Which of a sequence's slots, `num_slots` from `first` on, every row sees: the mask that `tree_attention` describes."""
     T, M = positions.shape[1], inflight_positions.shape[1]
     slot = first + jnp.arange(num_slots)[None]
     entry = slot - length[:, None]

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from jaxspec.fused_attention import Implementation
 from jaxspec.kvcache import LayerKV, init_layers, join, pages_for, split
 from jaxspec.models import decoder
 from jaxspec.round import Program, prefill_step, run_rounds
-from jaxspec.runtime import check_memory, compiled
+from jaxspec.runtime import announced, check_memory, compiled
 
 ADMISSIONS = (1, 8)
 """Rows that one program of admissions puts into the table."""
@@ -87,6 +88,9 @@ def drafter_rows(program: Program, draft_params: Any, layout: Layout, batch: int
     return split(program.drafter.init(draft_params, batch, 1, layout.page_size, layout.max_len, dtype))[1]
 
 
+COMPILERS = 4
+"""Programs that are compiled at once."""
+
 LAUNCHES = threading.RLock()
 """Held by whoever compiles or launches: a program's first run on a GPU records a graph, during which no other thread may
 launch anything (`cudaErrorStreamCaptureUnjoined`)."""
@@ -138,11 +142,22 @@ class Memory:
         """Runs a jitted function, compiled once for `key`, which must tell all its shapes and static arguments apart."""
         program = self.executables.get((function, key))
         if program is None:
-            program, seconds = compiled(function, *args, **static)
-            self.executables[function, key] = program
-            if seconds:
-                self.compiled.append((time.perf_counter(), seconds))
+            program = self.compile([(function, key, args, static)])[0]
         return program(*args)
+
+    def compile(self, wanted: list[tuple[Any, Any, tuple, dict]]) -> list[Any]:
+        """Compiles what is missing of (function, key, arguments or their shapes, static arguments), all of it at once."""
+        missing = [(f, key, args, static) for f, key, args, static in wanted if (f, key) not in self.executables]
+        if missing:
+            begun = time.perf_counter()
+            with announced([f.__name__ for f, *_ in missing]), ThreadPoolExecutor(COMPILERS) as pool:
+                jobs = [pool.submit(compiled, f, *args, **static) for f, _, args, static in missing]
+                made = [job.result() for job in jobs]
+            self.executables |= {(f, key): program for (f, key, *_), (program, _) in zip(missing, made, strict=True)}
+            if any(seconds for _, seconds in made):
+                now = time.perf_counter()
+                self.compiled.append((now, now - begun))
+        return [self.executables[f, key] for f, key, *_ in wanted]
 
 
 class Flight:
@@ -227,6 +242,8 @@ class Device:
                 self._orders(Orders(), launch.rounds)
                 self.rounds = launch.rounds
             self._admit(launch.admissions)
+            if launch.prefills:
+                self._compile_ahead(launch)
             for prefill in launch.prefills:
                 self._prefill(prefill, launch.sampling_class)
             if launch.prefills:
@@ -285,30 +302,56 @@ class Device:
             "pages": a.pages, "tokens": a.tokens,
         }  # fmt: skip
 
-    def _prefill(self, prefill: Prefill, of_class: str) -> None:
+    def _prefill_of(self, prefill: Prefill, of_class: str) -> tuple[Any, dict]:
+        """The key and the static arguments of a prefill program."""
         count = 1 if prefill.long else prefill.size
         chunk = prefill.size if prefill.long else self.limits.block
-        blocks = np.full((count, 2), -1, np.int32)
-        for line, block in zip(blocks, prefill.blocks, strict=False):
-            line[:] = block.row, block.start
-        taken, continued = self._run(take_program, count, self.rows, blocks)
         static = {
             "program": dataclasses.replace(self.program, sampling=of_class), "chunk": chunk,
             "fresh": self.long if prefill.long else None, "ends": min(self.limits.max_ends, count),
         }  # fmt: skip
-        memory = self.memory
+        return (self.layout, count, chunk, prefill.long, of_class), static
+
+    def _prefill(self, prefill: Prefill, of_class: str) -> None:
+        memory, (key, static) = self.memory, self._prefill_of(prefill, of_class)
+        blocks = np.full((key[1], 2), -1, np.int32)
+        for line, block in zip(blocks, prefill.blocks, strict=False):
+            line[:] = block.row, block.start
+        taken, continued = self._run(take_program, key[1], self.rows, blocks)
         memory.pools, taken = memory.run(
-            prefill_program, (self.layout, count, chunk, prefill.long, of_class), memory.tree, memory.draft_tree,
-            memory.pools, taken, continued, **static,
+            prefill_program, key, memory.tree, memory.draft_tree, memory.pools, taken, continued, **static
         )  # fmt: skip
-        self.rows = self._run(put_program, count, self.rows, taken, blocks, continued)
+        self.rows = self._run(put_program, key[1], self.rows, taken, blocks, continued)
+
+    def _rounds_of(self, of_class: str) -> tuple[Any, dict]:
+        """The key and the static arguments of a program of rounds."""
+        return (self.layout, self.bucket, of_class), {"program": dataclasses.replace(self.program, sampling=of_class)}
 
     def _rounds(self, of_class: str) -> None:
-        memory = self.memory
-        memory.pools, self.rows = self._run(
-            rounds_program, of_class, memory.tree, memory.draft_tree, memory.pools, self.rows,
-            program=dataclasses.replace(self.program, sampling=of_class),
+        memory, (key, static) = self.memory, self._rounds_of(of_class)
+        memory.pools, self.rows = memory.run(
+            rounds_program, key, memory.tree, memory.draft_tree, memory.pools, self.rows, **static
         )  # fmt: skip
+
+    def _compile_ahead(self, launch: Launch) -> None:
+        """Compiles the large programs of a launch with prefill, and of the rounds behind it, side by side: nobody waits for
+        one after the other."""
+        memory, of_class = self.memory, launch.sampling_class
+        keys = {key: static for key, static in (self._prefill_of(p, of_class) for p in launch.prefills)}
+        rounds_key, rounds_static = self._rounds_of(of_class)
+        if (rounds_program, rounds_key) in memory.executables:
+            rounds_static = None
+        if rounds_static is None and all((prefill_program, key) in memory.executables for key in keys):
+            return
+        common = (memory.tree, memory.draft_tree, memory.pools)
+        rows = jax.eval_shape(lambda x: x, self.rows)
+        wanted = []
+        if rounds_static is not None:
+            wanted.append((rounds_program, rounds_key, (*common, rows), rounds_static))
+        for key, static in keys.items():
+            taken, continued = jax.eval_shape(take_program, rows, np.zeros((key[1], 2), np.int32))
+            wanted.append((prefill_program, key, (*common, taken, continued), static))
+        memory.compile(wanted)
 
     def _report(self, kind: str, window: int) -> Flight:
         static = {"window": window, "rounds": self.rounds}
