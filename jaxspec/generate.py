@@ -38,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--repetition-penalty", type=float, default=1.0, help="in (0, 2]; 1 is none")
     p.add_argument("--presence-penalty", type=float, default=0.0, help="in [-2, 2]; 0 is none")
     p.add_argument("--frequency-penalty", type=float, default=0.0, help="in [-2, 2]; 0 is none")
+    p.add_argument("--min-new-tokens", type=int, default=0, help="no stop id before so many tokens (default: 0)")
+    p.add_argument("--logit-bias", nargs="+", type=bias, metavar="ID=VALUE", help="added to the logits of these token ids")
     p.add_argument("--seed", type=int, help="random seed of sampled answers (default: a fresh one)")
     p.add_argument("--stop", action="append", help="a string that ends the answer; may be given several times")
     p.add_argument("--stop-token-ids", type=int, nargs="+", help="further token ids that end the answer")
@@ -50,6 +52,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--json", action="store_true", help="one JSON object on standard output, everything else on standard error")
     cli.add_spec_arguments(p)
     return p
+
+
+def bias(text: str) -> tuple[int, float]:
+    """``ID=VALUE`` as a pair."""
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must read ID=VALUE, as in 42=-5.0") from None
 
 
 def read_prompt(args: argparse.Namespace) -> str | list[int]:
@@ -100,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         "draft": draft, "algorithm": args.algorithm, "spec": cli.spec_from(args), "chat": False if args.raw else "auto",
         **{name: getattr(args, name) for name in (
             "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-            "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "page_size", "prefill_chunk",
+            "frequency_penalty", "min_new_tokens", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "page_size", "prefill_chunk",
         )},
     }  # fmt: skip
     if args.compare:

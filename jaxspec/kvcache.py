@@ -2,7 +2,7 @@
 
 Committed position p of a sequence lies in slot p % S of page ``page_table[b, p // S]``. Page 0 is scratch: table entries
 that were not granted name it, and nothing that is read from it counts. What belongs to no sequence is not written at all.
-Pages are granted and freed by the host between programs (`PageAllocator`), never inside one.
+Pages are granted and freed by the host between programs (`engine.pages`), never inside one.
 """
 
 from __future__ import annotations
@@ -136,67 +136,3 @@ def join(pools: tuple[LayerKV, ...], rows: Any) -> Any:
     """The inverse of `split`."""
     left = iter(pools)
     return jax.tree.map(lambda x: next(left) if is_pool(x) else x, rows, is_leaf=is_pool)
-
-
-class OutOfPages(RuntimeError):
-    """The pool has fewer free pages than were asked for."""
-
-
-class PageAllocator:
-    """Host-side book-keeping of a pool: free + owned + shared = total, page 0 excluded.
-
-    A page granted to one owner is *owned*, one with several references (a shared prefix) *shared*.
-    """
-
-    def __init__(self, num_pages: int):
-        if num_pages < 2:
-            raise ValueError(f"a pool needs the scratch page and at least one more; num_pages={num_pages}")
-        self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, SCRATCH_PAGE, -1))
-        self._references: dict[int, int] = {}
-
-    @property
-    def total(self) -> int:
-        """Pages that can be granted."""
-        return self.num_pages - 1
-
-    @property
-    def free(self) -> int:
-        """Pages that nobody holds."""
-        return len(self._free)
-
-    @property
-    def owned(self) -> int:
-        """Pages with one holder."""
-        return sum(1 for n in self._references.values() if n == 1)
-
-    @property
-    def shared(self) -> int:
-        """Pages with several holders."""
-        return sum(1 for n in self._references.values() if n > 1)
-
-    def allocate(self, count: int) -> list[int]:
-        """Grants `count` pages or raises OutOfPages and grants none."""
-        if count > len(self._free):
-            raise OutOfPages(f"{count} pages wanted, {len(self._free)} of {self.total} are free")
-        pages = [self._free.pop() for _ in range(count)]
-        self._references.update(dict.fromkeys(pages, 1))
-        return pages
-
-    def share(self, pages: list[int]) -> None:
-        """Adds a holder to pages that are already granted."""
-        for page in pages:
-            if page not in self._references:
-                raise ValueError(f"page {page} is not granted to anyone")
-        for page in pages:
-            self._references[page] += 1
-
-    def release(self, pages: list[int]) -> None:
-        """Drops one holder of each page; a page without holders is free again."""
-        for page in pages:
-            if page not in self._references:
-                raise ValueError(f"page {page} is not granted to anyone")
-            self._references[page] -= 1
-            if not self._references[page]:
-                del self._references[page]
-                self._free.append(page)

@@ -150,8 +150,8 @@ def acceptance(
 
 
 def result_of(
-    request: Any, answer: Any, drafter: Any, spec: Any, tokenizer: Any, *, first: float, all_first: float, ended: float, all_ended: float,
-    compile_seconds: float = 0.0, cached_tokens: int = 0, num_retractions: int = 0,
+    request: Any, answer: Any, drafter: Any, spec: Any, tokenizer: Any, *, first: float, all_first: float, ended: float,
+    all_ended: float, compile_seconds: float = 0.0, cached_tokens: int = 0, num_retractions: int = 0,
 ) -> GenerationResult:  # fmt: skip
     """The result of an answer that has ended.
 

@@ -185,7 +185,7 @@ def draft(
     length, exact = state.cache.length, proposal.exact
     state = dataclasses.replace(state, rounds=state.rounds + active, draft=proposal.state)
     if exact.shape[1]:
-        state, kept = emit(state, exact, jnp.zeros(exact.shape, bool), jnp.where(active, exact.shape[1], 0), length + 1)
+        state, kept = emit(state, exact, jnp.zeros(exact.shape, bool), jnp.where(active, proposal.num_exact, 0), length + 1)
         length = length + kept
     state = dataclasses.replace(state, cache=PagedKVCache(proposal.layers, state.cache.page_table, length))
     tree = proposal.tree

@@ -15,7 +15,6 @@ from jaxspec.config import ConfigError, SpecConfig
 from jaxspec.drafters.ngram_history import NgramHistory
 from jaxspec.engine import kept
 from jaxspec.engine.device import Device
-from jaxspec.kvcache import OutOfPages
 from tests import tiny
 
 LENGTH = 40
@@ -348,12 +347,3 @@ def test_a_chain_of_another_length_warns():
             tiny.target(), "HI", draft=tiny.small_draft(), num_steps=2, topk=1, num_draft_tokens=9, max_new_tokens=4
         )
     assert result.stats.num_draft_tokens == 3
-
-
-def test_allocator_refuses_more_than_there_is():
-    from jaxspec.kvcache import PageAllocator
-
-    allocator = PageAllocator(4)
-    with pytest.raises(OutOfPages, match="4 pages wanted, 3 of 3 are free"):
-        allocator.allocate(4)
-    assert allocator.free == 3

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jaxspec
 from jaxspec.engine.batch import Batch, open_batch
-from jaxspec.kvcache import LayerKV, PageAllocator
+from jaxspec.kvcache import LayerKV
 from jaxspec.round import cut
 from jaxspec.sampling import MAX_STOP_IDS, SamplingParams, sampling_state
 from tests import tiny
@@ -93,30 +93,6 @@ def test_rounds_write_only_pages_that_their_sequence_owns(name):
         owned = (table > 0).sum(1) * 4
         np.testing.assert_array_equal(batch.state.capacity, owned)
         assert (np.asarray(batch.state.cache.length) + batch.program.drafter.slack <= owned).all()
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["allocate", "share", "release"]), st.integers(0, 6)), max_size=40))
-def test_pages_are_never_lost(steps):
-    allocator, held = PageAllocator(17), []
-    for action, size in steps:
-        if action == "allocate" and size <= allocator.free:
-            held.append(allocator.allocate(size))
-        elif action == "share" and held:
-            pages = held[size % len(held)]
-            allocator.share(pages)
-            held.append(pages)
-        elif action == "release" and held:
-            allocator.release(held.pop(size % len(held)))
-        assert allocator.free + allocator.owned + allocator.shared == allocator.total
-        distinct = {p for pages in held for p in pages}
-        assert allocator.owned + allocator.shared == len(distinct)
-        assert 0 not in distinct
-    for pages in held:
-        allocator.release(pages)
-    assert allocator.free == allocator.total
-    with pytest.raises(ValueError, match="not granted"):
-        allocator.release([1])
 
 
 def test_every_stop_position_and_length_limit_inside_an_accepted_run():

@@ -499,7 +499,8 @@ class Engine:
         if over:
             result = result_of(
                 handle.request, answer, self.chosen.program.drafter, self.chosen.spec, self.params.tokenizer,
-                first=handle.first, all_first=handle.first, ended=handle.ended, all_ended=handle.ended, cached_tokens=delta.cached_tokens,
+                first=handle.first, all_first=handle.first, ended=handle.ended, all_ended=handle.ended,
+                cached_tokens=delta.cached_tokens,
                 num_retractions=delta.num_retractions,
             )  # fmt: skip
         if piece.tokens or piece.text or over:
