@@ -111,7 +111,8 @@ def main(argv: list[str] | None = None) -> int:
         "draft": draft, "algorithm": args.algorithm, "spec": cli.spec_from(args), "chat": False if args.raw else "auto",
         **{name: getattr(args, name) for name in (
             "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-            "frequency_penalty", "min_new_tokens", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "page_size", "prefill_chunk",
+            "frequency_penalty", "min_new_tokens", "logit_bias", "seed", "stop",
+            "stop_token_ids", "ignore_eos", "page_size", "prefill_chunk",
         )},
     }  # fmt: skip
     if args.compare:

@@ -12,6 +12,7 @@ from jaxspec import cli
 from jaxspec.config import SpecConfig
 from jaxspec.drafters.kinds import KINDS
 from jaxspec.drafters.options import field_help
+from jaxspec.engine.config import EngineConfig
 
 ROOT = Path(__file__).parents[1]
 HEAD = ["| parameter | SGLang's flag | default | meaning |", "|---|---|---|---|"]
@@ -47,6 +48,12 @@ def test_the_parameter_tables_are_the_dataclasses():
         assert table in text, "docs/parameters.md is out of date; it must hold:\n" + table
 
 
+def test_the_settings_of_the_engine_are_the_dataclass():
+    helps = field_help(EngineConfig)
+    rows = [f"| `{f.name}` | `{f.default}` | {helps[f.name]} |" for f in dataclasses.fields(EngineConfig)]
+    assert "\n".join(rows) in (ROOT / "docs" / "engine.md").read_text(), "\n".join(rows)
+
+
 def test_options_are_public_names():
     import jaxspec
 
@@ -59,7 +66,7 @@ def test_every_algorithm_is_in_the_readme():
         assert re.search(rf"\|\s*`{name.lower()}`", text), f"README's table of algorithms lacks {name}"
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/parameters.md", "docs/drafters.md"])
+@pytest.mark.parametrize("path", ["README.md", "docs/parameters.md", "docs/drafters.md", "docs/engine.md"])
 def test_python_examples_compile(path):
     for i, code in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), flags=re.DOTALL)):
         compile(code, f"{path}, example {i}", "exec")
