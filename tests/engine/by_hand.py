@@ -114,6 +114,12 @@ def requests_for(name: str, prompts: Sequence[list[int]], **request: Any) -> lis
     return [dataclasses.replace(r, rid=f"r{next(_NAMES)}") for r in made]
 
 
+def pair_for(name: str, prompt: list[int], output: int, seed: int = 7) -> list[Request]:
+    """A greedy request and a sampled one for a prompt, which share no pages with each other."""
+    made = requests_for(name, [prompt, prompt], max_new_tokens=output, temperature=[0.0, 1.0], seed=seed)
+    return [dataclasses.replace(r, namespace=(kind, "")) for r, kind in zip(made, ("greedy", "sampled"), strict=True)]
+
+
 @dataclasses.dataclass
 class Told:
     """All that a core said about one request: tokens and their log, and how it ended."""
@@ -138,7 +144,9 @@ class Told:
         return self.tokens, self.log, self.reason
 
 
-def run(core: Core, requests: Sequence[Request], each: Callable[[int], None] | None = None) -> list[Told]:
+def run(
+    core: Core, requests: Sequence[Request], each: Callable[[int], None] | None = None, most_steps: int = 2000
+) -> list[Told]:
     """Steps the core until it is idle; `each` is called after every step with its number."""
     for request in requests:
         core.submit(request)
@@ -146,7 +154,7 @@ def run(core: Core, requests: Sequence[Request], each: Callable[[int], None] | N
     for number in itertools.count():
         if core.idle:
             break
-        assert number < 5000, "the core makes no progress"
+        assert number < most_steps, "the core makes no progress"
         for delta in core.step():
             if not isinstance(delta, Delta):
                 raise delta.error

@@ -79,13 +79,13 @@ def _dflash(variant: str, sampled: bool = False, **spec) -> Case:
 
 def _mtp(layers: int, **spec) -> Case:
     """MTP layers of a target with so few tokens that random drafts are accepted now and then."""
-    target = mtp_cases.dense_target(vocab=8)
+    target = mtp_cases.dense_target(vocab=4)
     return Case(mtp_cases.with_mtp(target, mtp_config(target.config, "mimo", layers)), None, spec_of(**spec))
 
 
 def _peagle() -> Case:
     """The same of a parallel EAGLE head."""
-    target = eagle_cases.tiny_target(vocab=8)
+    target = eagle_cases.tiny_target(vocab=4)
     config = eagle_cases.head_config(target.config, **eagle_cases.VARIANTS["peagle"])
     return Case(target, DraftParams(eagle_model.init_params(config, jax.random.key(1)), config), spec_of())
 
@@ -101,7 +101,7 @@ BUILDERS: dict[str, Callable[[], Case]] = {
     "peagle": _peagle,
     "mtp one layer": lambda: _mtp(1, **TREE),
     "mtp layer per step": lambda: _mtp(3, num_steps=3, topk=1, num_draft_tokens=4),
-    "dflash chain": lambda: _dflash("dflash"),
+    "dflash chain": lambda: _dflash("deepspec"),
     "dflash tree": lambda: _dflash("sliding", topk=2, num_draft_tokens=6),
     "dspark": lambda: _dflash("dspark", True),
     "uno chain": lambda: Case(uno_cases.target(), uno_cases.random_adapter(), spec_of(num_draft_tokens=4)),
