@@ -35,7 +35,7 @@ def random_admissions(rng: np.random.Generator, count: int) -> list[dict]:
         size = int(rng.integers(1, 30))
         bias = tuple((int(t), float(rng.normal())) for t in rng.permutation(VOCAB)[: rng.integers(0, 5)])
         sampling = SamplingParams(
-            temperature=float(rng.choice([0.0, 1e-5, 0.7, 3.5])), top_k=int(rng.choice([-1, 1, 7])), top_p=0.1 + 0.2 * i,
+            temperature=float(rng.choice([0.0, 1e-5, 0.7, 3.5])), top_k=int(rng.choice([-1, 1, 7])), top_p=0.1 + 0.1 * i,
             min_p=0.01 * i, repetition_penalty=1.1, presence_penalty=-0.3, frequency_penalty=0.2, min_new_tokens=i,
             logit_bias=bias, seed=seeds[i % len(seeds)],
         )  # fmt: skip
@@ -84,8 +84,7 @@ def test_admissions_arrive_as_they_were_packed():
     found = {name: np.asarray(x) for name, x in table.unpack_admissions(LAYOUT, jnp.asarray(mail)).items()}
     at, state = jax.jit(lambda m: table.state_of(LAYOUT, m, (), ()))(mail)
     for i, one in enumerate(asked):
-        for name in ("row", "length", "prompt_length", "fill", "resumed", "limit", "capacity", "rounds_left", "drafting", "seen",
-                     "rounds", "proposed", "ignore_eos"):  # fmt: skip
+        for name in one.keys() - {"sampling", "stop_ids", "pages", "tokens"}:
             assert found[name][i] == one[name], name
         sampling = one["sampling"]
         for name in table.FLOATS[1:]:
@@ -136,7 +135,7 @@ def test_orders_end_rows_clear_tables_and_grant_pages():
         for row, count in capacity.items():
             slots[row] = count
         left = np.array(rows.rounds_left) if rounds == table.KEEP else np.full(ROWS, rounds)
-        cache = dataclasses.replace(rows.cache, page_table=pages)
+        cache = dataclasses.replace(rows.cache, page_table=jnp.asarray(pages))
         assert_same(after, dataclasses.replace(rows, cache=cache, capacity=slots, done=done, rounds_left=left))
 
 
@@ -225,11 +224,11 @@ def test_split_and_join_are_inverses_on_every_drafters_state(name):
 @pytest.mark.parametrize("name", ["eagle3 tree", "mtp layer per step", "dflash tree", "uno tree"])
 def test_nan_in_free_pages_and_idle_rows_changes_nothing(name):
     """The other files poison before every launch as well; here it is compared with a run that does not, bit for bit."""
-    core = open_core(name, buckets=(1, 4), block=8)
+    core = open_core(name, buckets=(4,), block=8)
     prompts = texts(name, (11, 7, 18, 3, 9), seed=15)
 
     def answers(poison: bool) -> list:
-        fresh = restart(core)
+        fresh = restart(core, pipeline_depth=1)  # so that both runs hear everything at the same time
         if not poison:
             fresh.device.scheduler = None
         asked = requests_for(name, prompts, max_new_tokens=[6, 12, 3, 9, 4], temperature=[0.0, 1.0, 0.5, 0.0, 1.0])
@@ -247,7 +246,7 @@ def test_nan_in_free_pages_and_idle_rows_changes_nothing(name):
 
 # Safety rules: without each of them, something above or beside fails.
 
-RULES = "standalone chain"
+RULES = "standalone tree"
 
 
 @pytest.fixture(scope="module")
@@ -311,14 +310,12 @@ def test_a_retired_rows_table_is_cleared_before_its_pages_are_used_again(rules, 
 
 def test_rows_own_slack_behind_their_prefill(rules, monkeypatch):
     core, prompts, expected = rules
+    asked = lambda: pair_for(RULES, prompts[0], 20 - len(prompts[0]))  # noqa: E731  its last page is full
+    assert core.scheduler.limits.slack > core.scheduler.limits.max_accept + 1  # so no round ends a row that could begin one
+    assert [one.tokens for one in run(restart(core), asked())] == [tokens[: 20 - len(prompts[0])] for tokens, *_ in expected[0]]
     monkeypatch.setattr(policy, "table_slots", lambda reach, slack: reach)
-    broken = False
-    for prompt, right in zip(prompts, expected, strict=True):
-        try:
-            broken |= [one.answer for one in run(restart(core), pair_for(RULES, prompt, 12), most_steps=200)] != right
-        except AssertionError:
-            broken = True
-    assert broken, "nobody misses the slack"
+    with pytest.raises(AssertionError, match="the core makes no progress"):
+        run(restart(core), asked(), most_steps=200)
 
 
 def test_a_report_moves_what_was_seen(rules, monkeypatch):
