@@ -85,10 +85,12 @@ class Handle:
     Attributes:
       rid: its name.
       index: which prompt of the call it belongs to.
+      key: what the core calls it. A name may be used again once its request has ended for the caller; with a stop string
+        that is before the core knows.
     """
 
-    def __init__(self, engine: Engine, request: Request, index: int):
-        self.rid, self.index, self.request, self._engine = request.rid, index, request, engine
+    def __init__(self, engine: Engine, request: Request, index: int, key: str):
+        self.rid, self.index, self.request, self.key, self._engine = request.rid, index, request, key, engine
         self.answer = Answer(engine.params.tokenizer, request.ids, request.stop)
         self.begun = time.perf_counter()
         self.first = self.ended = 0.0
@@ -117,7 +119,7 @@ class Handle:
 
     def abort(self) -> None:
         """Ends the request; its result has what had been emitted, with finish reason "abort"."""
-        self._engine.abort(self.rid)
+        self._engine._tell("abort", self.key)
 
     def __iter__(self) -> Iterator[StreamChunk]:
         """Pieces as they come; leaving the iteration aborts the request."""
@@ -216,8 +218,10 @@ class Engine:
             ),
             clock=time.perf_counter,
         )  # fmt: skip
-        self._handles: dict[str, Handle] = {}
+        self._handles: dict[str, Handle] = {}  # by key
+        self._keys: dict[str, str] = {}  # by name
         self._names, self._seeds = itertools.count(), itertools.count(c.random_seed or 0)
+        self._serial = itertools.count()
         self._lock, self._inbox = threading.Condition(), []
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         self._state, self._failed_at = "running", -1e9
@@ -279,12 +283,12 @@ class Engine:
           EngineStopped: the engine is closed.
         """
         requests, single = self._requests(prompt, **request)
-        handles = [Handle(self, r, i) for i, r in enumerate(requests)]
+        handles = [Handle(self, r, i, f"{r.rid}/{next(self._serial)}") for i, r in enumerate(requests)]
         with self._lock:
             if self._state != "running":
                 raise EngineStopped(f"the engine is {self._state}: it takes no more requests")
             names = [h.rid for h in handles]
-            taken = next((n for n in names if n in self._handles or names.count(n) > 1), None)
+            taken = next((n for n in names if n in self._keys or names.count(n) > 1), None)
             if taken is not None:
                 raise ConfigError(f"rid={taken!r} names a request that has not ended; names must be unique")
             most = self.config.max_queued_requests
@@ -293,8 +297,9 @@ class Engine:
                 raise QueueFull(f"{waiting} requests wait, max_queued_requests={most}")
             for handle in handles:
                 self._core.scheduler.refuse(handle.request)
-            self._handles |= {h.rid: h for h in handles}
-            self._inbox += [("submit", h.request) for h in handles]
+            self._handles |= {h.key: h for h in handles}
+            self._keys |= {h.rid: h.key for h in handles}
+            self._inbox += [("submit", dataclasses.replace(h.request, rid=h.key)) for h in handles]
             self._lock.notify_all()
         return handles[0] if single else handles
 
@@ -305,8 +310,9 @@ class Engine:
 
     async def stream(self, prompt, **request: Any) -> AsyncIterator[StreamChunk]:
         """Pieces of one answer as they come (`async for`); leaving the iteration aborts the request."""
-        async for chunk in self._one(prompt, request):
-            yield chunk
+        async with contextlib.aclosing(self._one(prompt, request).__aiter__()) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def stream_sync(self, prompt, **request: Any) -> Iterator[StreamChunk]:
         """The same as an ordinary iterator."""
@@ -324,14 +330,17 @@ class Engine:
 
     def abort(self, rid: str) -> None:
         """Ends a request wherever it is; nothing happens if it has ended."""
-        self._tell("abort", rid)
+        with self._lock:
+            key = self._keys.get(rid)
+        if key is not None:
+            self._tell("abort", key)
 
     def abort_all(self) -> None:
         """Ends every request."""
         with self._lock:
-            names = list(self._handles)
-        for rid in names:
-            self.abort(rid)
+            handles = list(self._handles.values())
+        for handle in handles:
+            handle.abort()
 
     def flush_cache(self, timeout: float = 0.0) -> bool:
         """Forgets all cached prefixes, once nothing runs or waits; False if that is not so within `timeout` seconds."""
@@ -395,7 +404,7 @@ class Engine:
             made = [self._reseeded(r, next(self._seeds)) for r in made]
         found = []
         for i, one in enumerate(made):
-            name = str(next(self._names)) if rid is None else rid if single else f"{rid}-{i}"
+            name = self._free_name() if rid is None else rid if single else f"{rid}-{i}"
             common = {"priority": priority, "speculation": speculation, "namespace": (cache_salt, extra_key)}
             for choice in range(n):
                 copy = dataclasses.replace(
@@ -403,6 +412,10 @@ class Engine:
                 )
                 found.append(self._reseeded(copy, mixed(one.sampling.seed, choice)) if choice else copy)
         return found, single and n == 1
+
+    def _free_name(self) -> str:
+        """A name that no caller has chosen for a request under way."""
+        return next(name for name in map(str, self._names) if name not in self._keys)
 
     @staticmethod
     def _reseeded(request: Request, seed: int) -> Request:
@@ -435,19 +448,17 @@ class Engine:
                     self._lock.wait()
                 if self._state == "closed":
                     break
+                # Under the lock: whoever counts the waiting finds a request either in the inbox or in the queue.
                 messages, self._inbox = self._inbox, []
-            for kind, what in messages:
-                if kind == "submit":
-                    try:
+                for kind, what in messages:
+                    if kind == "submit":
                         self._core.submit(what)
-                    except ConfigError as error:
-                        self._outbox.put([Failed(what.rid, str(error), error)])
-                elif kind == "abort":
-                    self._core.abort(what)
-                elif kind == "finish":
-                    self._core.finish(*what)
-                elif kind == "flush":
-                    what.put(self._core.flush())
+                    elif kind == "abort":
+                        self._core.abort(what)
+                    elif kind == "finish":
+                        self._core.finish(*what)
+                    elif kind == "flush":
+                        what.put(self._core.flush())
             self._learn()
             events = self._core.step()
             if events:
@@ -478,12 +489,16 @@ class Engine:
                     continue
                 if isinstance(event, Failed):
                     self._forget(handle)
-                    refused = isinstance(event.error, ConfigError)
-                    handle.end(None, event.error if refused else LaunchFailed(event.message))
+                    handle.end(None, LaunchFailed(event.message))
                 else:
-                    self._hear(handle, event)
+                    try:
+                        self._hear(handle, event)
+                    except Exception as error:  # a tokenizer's, say: it ends this request, not the thread of all
+                        handle.abort()
+                        self._forget(handle)
+                        handle.end(None, error)
         with self._lock:
-            left, self._handles = list(self._handles.values()), {}
+            left, self._handles, self._keys = list(self._handles.values()), {}, {}
         for handle in left:
             handle.end(None, EngineStopped(f"the engine is {self._state}"))
 
@@ -494,7 +509,7 @@ class Engine:
             handle.first = handle.ended
         cut = answer.add(delta.tokens, delta.from_draft, delta.round_of, delta.proposed_upto, delta.reason)
         if cut is not None and delta.reason is None:
-            self._tell("finish", (handle.rid, cut))
+            self._tell("finish", (handle.key, cut))
         over, piece, result = answer.reason is not None, answer.piece(), None
         if over:
             result = result_of(
@@ -514,7 +529,8 @@ class Engine:
 
     def _forget(self, handle: Handle) -> None:
         with self._lock:
-            self._handles.pop(handle.rid, None)
+            self._handles.pop(handle.key, None)
+            self._keys.pop(handle.rid, None)
 
 
 def mixed(seed: int, choice: int) -> int:
