@@ -504,7 +504,8 @@ class Engine:
 
     def _hear(self, handle: Handle, delta: Delta) -> None:
         answer = handle.answer
-        handle.ended = delta.at - handle.begun if delta.at else time.perf_counter() - handle.begun
+        at = delta.at or time.perf_counter()  # an end that no report told has no time of its own
+        handle.ended = at - handle.begun - self.memory.compile_seconds(handle.begun, at)
         if delta.tokens and not answer.tokens:
             handle.first = handle.ended
         cut = answer.add(delta.tokens, delta.from_draft, delta.round_of, delta.proposed_upto, delta.reason)
