@@ -121,8 +121,18 @@ def take_rows(state: Any, rows: Int[Array, " R"]) -> Any:
 
 
 def put_rows(state: Any, rows: Int[Array, " R"], part: Any) -> Any:
-    """The state with `part`, a state of R rows, at `rows`, and with `part`'s pools; a row outside the batch is dropped."""
-    return jax.tree.map(lambda x, y: y if is_pool(x) else x.at[rows].set(y, mode="drop"), state, part, is_leaf=is_pool)
+    """The state with `part`, a state of R rows, at `rows`, and with `part`'s pools; a row outside the batch is dropped.
+
+    Every row looks for what it becomes: XLA fuses that over all leaves, where scatters would be a kernel each.
+    """
+    batch = next(x.shape[0] for x in jax.tree.leaves(state, is_leaf=is_pool) if not is_pool(x))
+    match = rows[None] == jnp.arange(batch)[:, None]
+    taken, source = match.any(1), jnp.argmax(match, 1)
+
+    def put(x, y):
+        return y if is_pool(x) else jnp.where(taken.reshape(-1, *(1,) * (x.ndim - 1)), y[source], x)
+
+    return jax.tree.map(put, state, part, is_leaf=is_pool)
 
 
 def split(state: Any) -> tuple[tuple[LayerKV, ...], Any]:

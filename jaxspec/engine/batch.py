@@ -19,6 +19,7 @@ from jaxspec.prefill import BLOCK, platform
 from jaxspec.requests import build_requests
 from jaxspec.round import Program, RoundState, prefill_chunk, run_rounds
 from jaxspec.runtime import check_memory, compiled
+from jaxspec.sampling import largest_class, sampling_class
 
 MANY_ROUNDS = 2**30
 
@@ -99,6 +100,8 @@ def open_batch(params: Any, prompts: Sequence[Any], **options: Any) -> Batch:
     chosen = Speculation.choose(params, draft, algorithm, spec, **tree)
     requests, _ = build_requests(params, prompts, **options)
     config, drafter = params.config, chosen.program.drafter
+    of_class = largest_class(sampling_class(r.sampling) for r in requests)
+    program = dataclasses.replace(chosen.program, sampling=of_class)
     limits = [min(len(r.ids) + r.max_new_tokens, config.max_positions) for r in requests]
     max_len = max(-(-max(limits) // 128) * 128, capacity)
     layout = Layout(max_len, pages_for(max_len + drafter.slack, page_size), page_size)
@@ -126,6 +129,6 @@ def open_batch(params: Any, prompts: Sequence[Any], **options: Any) -> Batch:
     check_memory(needed, f"{len(requests)} sequences of {max_len} tokens")
     state = jax.jit(partial(rows.state_of, layout), donate_argnums=(1, 2))(jnp.asarray(mail), *pools())[1]
     return Batch(
-        params.tree, chosen.draft_tree, chosen.program, chosen.spec, state, [r.ids.tolist() for r in requests],
+        params.tree, chosen.draft_tree, program, chosen.spec, state, [r.ids.tolist() for r in requests],
         chunk or BLOCK[platform()],
     )  # fmt: skip

@@ -247,11 +247,10 @@ class Device:
             for prefill in launch.prefills:
                 self._prefill(prefill, launch.sampling_class)
             if launch.prefills:
-                flights.append(self._report("prefill", 1))
+                flights.append(self._report("prefill"))
             if launch.rounds:
                 self._rounds(launch.sampling_class)
-                most = self.limits.max_accept * min(launch.rounds, self.limits.max_len) + 1
-                flights.append(self._report("rounds", min(most, self.limits.max_len)))
+                flights.append(self._report("rounds"))
             return flights
 
     def _run(self, function, key: Any, *args, **static) -> Any:
@@ -317,11 +316,15 @@ class Device:
         blocks = np.full((key[1], 2), -1, np.int32)
         for line, block in zip(blocks, prefill.blocks, strict=False):
             line[:] = block.row, block.start
-        taken, continued = self._run(take_program, key[1], self.rows, blocks)
+        whole = key[1] == self.bucket and all(block.row == i for i, block in enumerate(prefill.blocks))
+        if whole:  # each row has one block: they are the table itself
+            taken, continued = self.rows, np.zeros(key[1], bool)
+        else:
+            taken, continued = self._run(take_program, key[1], self.rows, blocks)
         memory.pools, taken = memory.run(
             prefill_program, key, memory.tree, memory.draft_tree, memory.pools, taken, continued, **static
         )  # fmt: skip
-        self.rows = self._run(put_program, key[1], self.rows, taken, blocks, continued)
+        self.rows = taken if whole else self._run(put_program, key[1], self.rows, taken, blocks, continued)
 
     def _rounds_of(self, of_class: str) -> tuple[Any, dict]:
         """The key and the static arguments of a program of rounds."""
@@ -353,7 +356,8 @@ class Device:
             wanted.append((prefill_program, key, (*common, taken, continued), static))
         memory.compile(wanted)
 
-    def _report(self, kind: str, window: int) -> Flight:
-        static = {"window": window, "rounds": self.rounds}
-        self.rows, packed = self._run(report_program, (window, self.rounds), self.rows, **static)
+    def _report(self, kind: str) -> Flight:
+        most = self.limits.max_accept * min(self.rounds, self.limits.max_len) + 1
+        static = {"window": min(most, self.limits.max_len), "rounds": self.rounds}
+        self.rows, packed = self._run(report_program, self.rounds, self.rows, **static)
         return Flight(kind, packed)
