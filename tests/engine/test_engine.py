@@ -21,7 +21,7 @@ from jaxspec.engine.messages import QueueFull
 from jaxspec.sampling import SamplingParams
 from tests import tiny
 from tests.engine.by_hand import PoisonedDevice
-from tests.engine.cases import NAMES, SETTINGS, alone, case_of, texts, told
+from tests.engine.cases import SETTINGS, SOME, alone, case_of, texts, told
 
 MAIN = "standalone tree"
 """The case of the tests that need one drafter: it has a tokenizer, and its drafts are right now and then."""
@@ -88,10 +88,7 @@ def mixed_requests(name: str, count: int) -> list[dict]:
     ]
 
 
-ALWAYS = ("ngram", "standalone tree", "eagle3 tree", "peagle", "mtp layer per step", "dflash tree", "dspark", "uno tree")
-
-
-@pytest.mark.parametrize("name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
+@pytest.mark.parametrize("name", SOME)
 def test_requests_that_join_and_leave_are_answered_as_alone(name):
     requests = mixed_requests(name, 16)
     rng = np.random.default_rng(13)
