@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import pytest
 
 import jaxspec
 from jaxspec.config import SpecConfig
@@ -108,6 +109,9 @@ BUILDERS: dict[str, Callable[[], Case]] = {
     "uno tree": lambda: Case(uno_cases.target(), uno_cases.random_adapter(), spec_of(topk=2, num_draft_tokens=6)),
 }
 NAMES = tuple(BUILDERS)
+ALWAYS = ("ngram", "eagle3 tree", "mtp layer per step", "uno tree")
+SOME = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+"""All names; most of them only among the slow tests."""
 
 
 @cache
@@ -116,13 +120,8 @@ def case_of(name: str) -> Case:
     return BUILDERS[name]()
 
 
-def open_engine(name: str, **settings: Any) -> jaxspec.Engine:
-    """An engine for a case: two rows, small pages, and a context that needs few of them."""
-    made = case_of(name)
-    return jaxspec.Engine(made.params, **made.drafting, **{**SETTINGS, **settings})
-
-
 SETTINGS = {"max_running_requests": 2, "context_length": 96, "max_total_tokens": 256, "page_size": 4}
+"""Of an engine with two rows, small pages, and a context that needs few of them."""
 
 
 def texts(name: str, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:

@@ -8,9 +8,9 @@ import pytest
 
 from jaxspec.engine.core import Core
 from tests.engine.by_hand import open_core, pages_of, pair_for, requests_for, restart, run
-from tests.engine.cases import NAMES, texts
+from tests.engine.cases import NAMES, SOME, texts
 
-PROMPT, OUTPUT = 19, 9
+PROMPT, OUTPUT = 19, 7
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -53,6 +53,7 @@ def test_requests_preempted_at_any_round_say_what_they_would_have_said(case):
     assert preempted >= 2 * sum(told.log[-1][1] for told in undisturbed), "some round was never hit"
 
 
+@pytest.mark.parametrize("case", SOME, indirect=True)
 def test_a_request_preempted_again_and_again_says_what_it_would_have_said(case):
     name, core = case
     [prompt] = texts(name, (PROMPT,), seed=3)
@@ -69,6 +70,7 @@ def test_a_request_preempted_again_and_again_says_what_it_would_have_said(case):
     assert fresh.scheduler.retractions > 2
 
 
+@pytest.mark.parametrize("case", SOME, indirect=True)
 def test_a_pool_too_small_for_all_preempts_the_youngest(case):
     name, core = case
     prompts = texts(name, (9, 10, 7), seed=5)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.engine.core import Core
 from tests.engine.by_hand import PAGE_SIZE, Told, open_core, pair_for, requests_for, restart, run
-from tests.engine.cases import NAMES, case_of, texts
+from tests.engine.cases import NAMES, SOME, case_of, texts
 
 PROMPT, OUTPUT = 19, 7
 LOOKAHEAD = {"eagle": 1, "eagle3 tree": 1, "peagle": 1, "mtp one layer": 1, "mtp layer per step": 3}
@@ -99,6 +99,7 @@ def test_the_next_turn_of_a_chat_takes_over_what_was_generated(case):
         assert said(warm) == said(cold)
 
 
+@pytest.mark.parametrize("case", SOME, indirect=True)
 def test_texts_that_fill_the_pool_evict_and_answer_as_before(case):
     name, core = case
     prompts = texts(name, (23, 19, 23, 15, 19, 23), seed=8)
@@ -123,6 +124,7 @@ def test_texts_that_fill_the_pool_evict_and_answer_as_before(case):
     assert warm == cold
 
 
+@pytest.mark.parametrize("case", SOME, indirect=True)
 def test_namespaces_share_no_pages(case):
     name, core = case
     core = restart(core)
