@@ -121,8 +121,9 @@ def test_an_adapter_on_some_modules_changes_only_their_columns(tmp_path):
     np.testing.assert_allclose(qkv[:, :, -1].reshape(config.hidden_size, -1), (b @ a).T, rtol=1e-5, atol=1e-6)
     gate_up = merged(config, adapter.tree, ("0", "mlp", "gate_up"))
     assert not gate_up[:, : config.ffn_size].any()
-    np.testing.assert_array_equal(
-        gate_up[:, config.ffn_size :], merged(config, whole.tree, ("0", "mlp", "gate_up"))[:, config.ffn_size :]
+    np.testing.assert_allclose(  # products of other shapes: a BLAS may add up in another order
+        gate_up[:, config.ffn_size :], merged(config, whole.tree, ("0", "mlp", "gate_up"))[:, config.ffn_size :],
+        rtol=1e-5, atol=1e-7,
     )  # fmt: skip
     assert set(adapter.tree["layers"]["0"]["attention"]) == {"qkv"}
     published = convert(folder, tmp_path / "published", to_hf=True, target=TARGET, progress=False)

@@ -138,7 +138,7 @@ def traffic_of(page_size=4, lookahead=1, total=300, requests=400, seed=1, **conf
 def test_the_run_without_a_mutation_passes():
     traffic_of()
     traffic_of(lookahead=3)
-    traffic_of(lookahead=0, page_size=1)
+    traffic_of(lookahead=0, page_size=1, seed=4)
 
 
 def test_order_of_reuse_needs_the_cleared_table(monkeypatch):
@@ -152,7 +152,7 @@ def test_only_immutable_positions_enter_the_cache(monkeypatch):
     """Safety rule 2: what is not committed by a report that was read is still written."""
     monkeypatch.setattr(scheduler, "immutable", lambda known, tokens, lookahead: tokens - lookahead)
     with pytest.raises(AssertionError, match="was read"):
-        traffic_of(lookahead=0, page_size=1)
+        traffic_of(lookahead=0, page_size=1, seed=4)  # the entry of a bonus token is read by few texts
 
 
 def test_entries_that_wait_for_tokens_do_not_enter_the_cache(monkeypatch):
