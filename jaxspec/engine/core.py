@@ -9,8 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxspec.engine.messages import Delta, Device, Failed, Future, Request, SchedulerConfig
 from jaxspec.engine.scheduler import Row, Scheduler
+
+WINDOW = 40
+"""Reports over which the throughput is taken."""
 
 
 class Flight(NamedTuple):
@@ -44,6 +49,7 @@ class Core:
         self.check_pages = os.environ.get("JAXSPEC_CHECK_PAGES") == "1" if check_pages is None else check_pages
         self._flights: deque[Flight] = deque()
         self._out: list[Delta | Failed] = []
+        self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # (time, tokens so far) of the last reports
         self._started = clock()
         self._step_seconds = self._wait_seconds = 0.0
 
@@ -124,6 +130,7 @@ class Core:
         now = self.clock()
         self._wait_seconds += now - begun
         deltas = self.scheduler.report(report, flight.rows, flight.number, flight.rounds)
+        self._recent.append((now, self.scheduler.tokens))
         self._out.extend(replace(delta, at=now) for delta in deltas)
 
     def _fail(self, error: Exception) -> None:
@@ -131,6 +138,13 @@ class Core:
         message = f"{type(error).__name__}: {error}"
         self._out.extend(Failed(rid, message, error) for rid in self.scheduler.fail())
         self.device.reset()
+
+    def _throughput(self) -> float:
+        """Tokens a second over the last reports."""
+        recent = list(self._recent)
+        if len(recent) < 2 or recent[-1][0] <= recent[0][0]:
+            return 0.0
+        return (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0])
 
     def stats(self) -> dict:
         """Counts and rates; tokens, rounds and launches since the start, times in seconds."""
@@ -149,10 +163,14 @@ class Core:
             "owned_pages": pool.owned,
             "token_usage": (pool.owned + pool.shared) / pool.total,
             "cache_hit_rate": cached / prompts if prompts else 0.0,
+            "gen_throughput": self._throughput(),
             "accept_length": scheduler.round_tokens / scheduler.rounds if scheduler.rounds else 0.0,
+            "accept_rate": int(scheduler.accepted @ np.arange(len(scheduler.accepted))) / max(scheduler.proposed, 1),
+            "accept_by_depth": tuple((scheduler.accepted[::-1].cumsum()[::-1][1:] / max(scheduler.rounds, 1)).tolist()),
             "tokens_total": scheduler.tokens,
             "rounds_total": scheduler.rounds,
             "proposed_total": scheduler.proposed,
+            "stalls_total": scheduler.stalls,
             "retractions_total": scheduler.retractions,
             "launches_total": scheduler.launches,
             "host_seconds_total": self._step_seconds - self._wait_seconds,

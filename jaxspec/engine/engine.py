@@ -48,8 +48,13 @@ class EngineStats:
       total_pages, free_pages, cached_pages, shared_pages, owned_pages: the pool by class.
       token_usage: part of the pool that running requests hold.
       cache_hit_rate: part of the last prompts' tokens that were cached.
+      gen_throughput: tokens a second over the last 40 reports.
       accept_length: tokens a round emitted, over all rounds.
+      accept_rate: part of the proposed drafts that were emitted.
+      accept_by_depth: part of the rounds that emitted a draft at depth 1, 2, …
+      num_steps, topk, num_draft_tokens: the tree; None where the algorithm has no such parameter.
       tokens_total, rounds_total, proposed_total, retractions_total, launches_total: since the start.
+      stalls_total: how often a row took no part in a launch, for want of pages.
       host_seconds_total, device_wait_seconds_total: of the core's loop, working and waiting for the device.
       compile_seconds_total, uptime_seconds: since the start.
       programs: names of the compiled programs.
@@ -66,10 +71,17 @@ class EngineStats:
     owned_pages: int
     token_usage: float
     cache_hit_rate: float
+    gen_throughput: float
     accept_length: float
+    accept_rate: float
+    accept_by_depth: tuple[float, ...]
+    num_steps: int | None
+    topk: int | None
+    num_draft_tokens: int | None
     tokens_total: int
     rounds_total: int
     proposed_total: int
+    stalls_total: int
     retractions_total: int
     launches_total: int
     host_seconds_total: float
@@ -361,8 +373,9 @@ class Engine:
     def stats(self) -> EngineStats:
         """See `EngineStats`."""
         programs = sorted({function.__name__ for function, _ in list(self.memory.executables)})
+        tree = {name: getattr(self.chosen.spec, name) for name in ("num_steps", "topk", "num_draft_tokens")}
         compiling = self.memory.compile_seconds(0.0)
-        return EngineStats(**self._core.stats(), compile_seconds_total=compiling, programs=tuple(programs))
+        return EngineStats(**self._core.stats(), **tree, compile_seconds_total=compiling, programs=tuple(programs))
 
     def drain(self, timeout: float | None = None) -> bool:
         """Takes no more requests and waits for those there are; False if some are left after `timeout` seconds."""

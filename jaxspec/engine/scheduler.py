@@ -121,7 +121,8 @@ class Scheduler:
         self.prefix = PrefixCache(self.pool, limits.page_size, limits.key_lookahead)
         self.jobs: dict[str, Job] = {}
         self.queue: list[Job] = []
-        self.retractions = self.rounds = self.tokens = self.round_tokens = self.proposed = self.launches = 0
+        self.retractions = self.rounds = self.tokens = self.round_tokens = self.proposed = self.launches = self.stalls = 0
+        self.accepted = np.zeros(limits.max_accept + 1, np.int64)  # entry i: rounds that emitted i drafts
         self.hits: deque[tuple[int, int]] = deque(maxlen=256)  # (cached, prompt) positions of the last first admissions
         self._arrivals = 0
         self._best_ratio = self._ratio = min(1.0, FIRST_RATIO * config.schedule_conservativeness)
@@ -263,6 +264,7 @@ class Scheduler:
                 continue
             if decoded and number >= row.decodes_from:
                 row.unread -= rounds
+                self.stalls += news.rounds == row.job.rounds and not news.done
             delta = self._hear(row, news, decoded)
             if delta is not None:
                 deltas.append(delta)
@@ -283,6 +285,9 @@ class Scheduler:
             self.rounds += news.rounds - job.rounds
             self.proposed += news.proposed - job.proposed
             self.round_tokens += new
+            since = news.rounds - job.rounds
+            drafts = np.bincount(news.round_of - job.rounds - 1, news.from_draft, minlength=since).astype(np.int64)
+            np.add.at(self.accepted, drafts, 1)
             job.rounds, job.proposed = news.rounds, news.proposed
         if news.done:
             self._leave(row, CLEAR)

@@ -103,6 +103,10 @@ def test_requests_that_join_and_leave_are_answered_as_alone(name):
         stats = engine.stats()
         assert stats.tokens_total == sum(len(r.tokens) for r in results) and stats.bucket == 2
         assert stats.proposed_total >= sum(r.stats.proposed for r in results)
+        accepted = sum(r.stats.accepted for r in results)
+        assert sum(stats.accept_by_depth) * stats.rounds_total == pytest.approx(accepted)
+        assert stats.accept_rate == pytest.approx(accepted / max(stats.proposed_total, 1))
+        assert stats.gen_throughput > 0 and stats.stalls_total >= 0
     prompts, *columns = zip(*(r.values() for r in requests), strict=True)
     keywords = dict(zip(list(requests[0])[1:], map(list, columns), strict=True))
     for i, prompt in enumerate(prompts):
