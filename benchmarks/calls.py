@@ -34,7 +34,8 @@ from jaxspec.benchmarking.simulated import SimulatedAcceptance
 from jaxspec.engine import device, kept
 from jaxspec.engine import rows as table
 from jaxspec.engine.batch import open_batch
-from jaxspec.kvcache import split
+from jaxspec.kvcache import join, split
+from jaxspec.round import round_step, run_rounds
 from jaxspec.runtime import compiled
 
 
@@ -179,7 +180,21 @@ class Bench:
                 del runner
 
     def launches(self) -> None:
-        """serving.md 10.1: one launch of 64 rounds; 64 of one; the same with orders and a report around each, read late."""
+        """Four ways to run 64 rounds: one launch; 64 of one round; with orders and a report as programs around each, reports
+        read late; with both inside the program of the round."""
+
+        def whole_program(tree, draft_tree, pools, rows, mail, program):
+            state = run_rounds(tree, draft_tree, join(pools, table.obey(rows, mail)), program=program)
+            pools, rows = split(state)
+            return pools, *table.report(rows, 9, 1)
+
+        inside_program = jax.jit(whole_program, static_argnames="program", donate_argnames=("pools", "rows"))
+        alone_program = jax.jit(
+            lambda tree, draft_tree, pools, rows, program: split(
+                round_step(program, tree, draft_tree, join(pools, dataclasses.replace(rows, rounds_left=rows.rounds_left + 1)))
+            ),
+            static_argnames="program", donate_argnames=("pools", "rows"),
+        )  # fmt: skip
         for batch in (1, 8, 64):
             found = self.rows_at(batch, 512, 1024)
             runner = Runner(found, 512)
@@ -193,15 +208,26 @@ class Bench:
             orders = table.pack_orders(batch, 4 * batch + 4, {}, [], {}, 1)
             obey, _ = compiled(device.orders_program, rows, orders)
             report, _ = compiled(device.report_program, rows, window=9, rounds=1)
+            alone, _ = compiled(alone_program, *args, pools, rows, program=found.program)
+            inside, _ = compiled(inside_program, *args, pools, rows, orders, program=found.program)
 
             def again(pools, rows):
                 length = jnp.full_like(rows.cache.length, 512)
                 return pools, dataclasses.replace(rows, cache=dataclasses.replace(rows.cache, length=length))
 
-            def plain(count, pools, rows, one=one, report=report, args=args):
+            def plain(count, pools, rows, alone=alone, args=args):
                 for _ in range(count):
-                    pools, rows = one(*args, pools, rows)
-                    rows, _ = report(rows)
+                    pools, rows = alone(*args, pools, rows)
+                return pools, rows
+
+            def within(count, pools, rows, inside=inside, orders=orders, args=args):
+                flights = []
+                for _ in range(count):
+                    pools, rows, packed = inside(*args, pools, rows, orders)
+                    packed.copy_to_host_async()
+                    flights.append(packed)
+                    if len(flights) > 2:
+                        np.asarray(flights.pop(0))
                 return pools, rows
 
             def around(count, pools, rows, one=one, report=report, obey=obey, orders=orders, args=args):
@@ -217,7 +243,7 @@ class Bench:
                 return pools, rows
 
             times = {}
-            for name, loop in (("launch and report", plain), ("orders, launch, report, read", around)):
+            for name, loop in (("launches_ms", plain), ("around_ms", around), ("inside_ms", within)):
                 seconds = []
                 for _ in range(4):
                     pools, rows = again(pools, rows)
@@ -228,7 +254,7 @@ class Bench:
                     seconds.append((time.perf_counter() - begun) / 64)
                 times[name] = statistics.median(seconds[1:]) * 1e3
             self.add(part="launches", batch=batch, loop_of_64_ms=whole * 1e3, **times)
-            del found, runner, pools, rows, one, obey, report
+            del found, runner, pools, rows, one, obey, report, alone, inside
 
     def engine(self) -> None:
         """Rows through Python."""
