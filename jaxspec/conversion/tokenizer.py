@@ -1,7 +1,8 @@
 """Text ↔ token ids: the Rust ``tokenizers`` engine, chat templates rendered with jinja2, and streaming decoding.
 
 A tokenizer lives in files: ``tokenizer.json`` (the engine), ``tokenizer_config.json`` (special tokens, maybe the chat
-template) and ``chat_template.jinja``. Stop ids are not its business: they come from the model's configuration.
+template), ``special_tokens_map.json`` and ``chat_template.jinja``. What ends an answer stands in the model's configuration,
+which takes in the tokenizer's end token when a folder is read (`TokenizerFiles.stop_ids`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FILES = (
     "merges.txt",
     "generation_config.json",
 )
-"""What is copied along from a Hugging Face folder; only the first four are read here."""
+"""What is copied along from a Hugging Face folder; the first six are read here."""
 
 
 @dataclass(frozen=True)
@@ -75,21 +76,58 @@ class TokenizerFiles:
         if isinstance(template, list):
             named = {entry.get("name"): entry.get("template") for entry in template}
             template = named.get("default", next(iter(named.values()), None))
-        special = {k: _content(v) for k, v in config.items() if k.endswith("_token")}
-        return Tokenizer(text, template, {k: v for k, v in special.items() if v is not None})
+        return Tokenizer(text, template, self.special_tokens())
+
+    def special_tokens(self) -> dict[str, str]:
+        """``bos_token`` and the like: what tokenizer_config.json says, else special_tokens_map.json."""
+        both = [self._json("special_tokens_map.json"), self._json("tokenizer_config.json")]
+        named = [(k, _content(v)) for data in both for k, v in data.items() if k.endswith("_token")]
+        return {k: content for k, content in named if content is not None}
+
+    def token_id(self, content: str) -> int | None:
+        """The id of a token; None for one that the files do not know."""
+        for index, token in self._dict(self._json("tokenizer_config.json"), "added_tokens_decoder").items():
+            if _content(token) == content and str(index).isdecimal():
+                return int(index)
+        definition = self._json("tokenizer.json")
+        added = definition.get("added_tokens")
+        for token in added if isinstance(added, list) else ():
+            if _content(token) == content and _is_id(token.get("id")):
+                return token["id"]
+        vocab = self._dict(self._dict(definition, "model"), "vocab")
+        index = vocab.get(content, self._json("added_tokens.json").get(content))
+        return index if _is_id(index) else None
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """The id of the tokenizer's end token, if it has one: some folders name it in no other place."""
+        end = self.special_tokens().get("eos_token")
+        index = None if end is None else self.token_id(end)
+        return () if index is None else (index,)
 
     def _json(self, name: str) -> dict:
         text = self.text(name)
         try:
-            return json.loads(text) if text is not None else {}
+            data = json.loads(text) if text is not None else {}
         except ValueError as error:
             raise ConversionError(f"{self.files[name]} is not valid JSON ({error})") from None
+        if not isinstance(data, dict):
+            raise ConversionError(f"{self.files[name]} holds a {type(data).__name__}, expected a JSON object")
+        return data
+
+    @staticmethod
+    def _dict(data: dict, key: str) -> dict:
+        value = data.get(key)
+        return value if isinstance(value, dict) else {}
 
 
 def _content(token: Any) -> str | None:
     """A special token is a string or an object with ``content``."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
+
+
+def _is_id(index: Any) -> bool:
+    return isinstance(index, int) and not isinstance(index, bool) and index >= 0
 
 
 class Tokenizer:
