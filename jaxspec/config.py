@@ -8,13 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 
 class ConfigError(ValueError):
     """A parameter or a combination of parameters that cannot work; the message says which, its value and the bound."""
+
+
+def check_ids(ids: Iterable[int], vocab_size: int, what: str) -> None:
+    """Checks token ids where they are made: a device reads the embedding's last row for one beyond it, without a word.
+
+    Args:
+      ids: whole numbers, from a tokenizer or a caller.
+      vocab_size: rows of the model's embedding; a tokenizer may know more tokens (added ones), or fewer.
+      what: holds the ids, for the error.
+
+    Raises:
+      ConfigError: an id without a row.
+    """
+    bad = next((i for i in ids if not 0 <= i < vocab_size), None)
+    if bad is not None:
+        raise ConfigError(f"{what} holds token id {bad}; the vocabulary has ids 0 to {vocab_size - 1}")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, check_ids
 
 
 def is_ids(prompt) -> bool:
@@ -68,13 +68,11 @@ def encode_one(params, prompt, chat: bool | str, index: int) -> list[int]:
             ids = tokenizer.encode(prompt)
     elif is_ids(prompt):
         ids = [int(t) for t in prompt]
-        bad = [t for t in ids if not 0 <= t < config.vocab_size]
-        if bad:
-            raise ConfigError(f"prompt {index} holds token id {bad[0]}; the vocabulary has ids 0 to {config.vocab_size - 1}")
     else:
         raise ConfigError(
             f"prompt {index} is a {type(prompt).__name__}: give a string, a list of messages, or a list of token ids"
         )
     if not ids:
         raise ConfigError(f"prompt {index} is empty: at least one token is needed")
+    check_ids(ids, config.vocab_size, f"prompt {index}")
     return ids
