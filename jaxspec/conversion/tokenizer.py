@@ -165,6 +165,11 @@ class Tokenizer:
         """Token → id, added tokens included."""
         return self.engine.get_vocab(with_added_tokens=True)
 
+    @cached_property
+    def special_tokens_by_id(self) -> dict[int, str]:
+        """Id → token, of the tokens that `decode` leaves out."""
+        return {i: token.content for i, token in self.engine.get_added_tokens_decoder().items() if token.special}
+
     @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` works."""
