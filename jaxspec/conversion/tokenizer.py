@@ -33,6 +33,12 @@ FILES = (
 """What is copied along from a Hugging Face folder; the first six are read here."""
 
 
+BOS_BY_DEFAULT = {
+    f"{name}Tokenizer{fast}" for name in ("Llama", "CodeLlama", "Gemma") for fast in ("", "Fast")
+}  # fmt: skip
+"""Values of ``tokenizer_class`` whose ``add_bos_token`` is true unless the file says otherwise (transformers 4)."""
+
+
 @dataclass(frozen=True)
 class TokenizerFiles:
     """Tokenizer files that exist, or that can be made: name → path, or a function that gives the text."""
@@ -76,7 +82,23 @@ class TokenizerFiles:
         if isinstance(template, list):
             named = {entry.get("name"): entry.get("template") for entry in template}
             template = named.get("default", next(iter(named.values()), None))
-        return Tokenizer(text, template, self.special_tokens())
+        return Tokenizer(text, template, self.special_tokens(), puts_bos=self.puts_bos())
+
+    def puts_bos(self) -> bool:
+        """Whether BOS is to stand in front of a text although the post-processor of tokenizer.json may not put it there.
+
+        The one rule for BOS is the union of what published readers do; whoever puts it, it is put once:
+          * the post-processor of tokenizer.json puts it (all readers);
+          * tokenizer_config.json says ``add_bos_token: true`` (transformers 5, its Llama and Gemma classes before, llama.cpp
+            by the key of the same name in a GGUF file);
+          * it says nothing, and its class is one that puts BOS by default (transformers 4, hence SGLang);
+          * GGUF files: `gguf_tokenizer.puts_bos`.
+        Which token that is says tokenizer_config.json, else special_tokens_map.json. A chat template's text is encoded as it
+        stands: templates write their own BOS.
+        """
+        config = self._json("tokenizer_config.json")
+        said = config.get("add_bos_token")
+        return said is True or (said is None and config.get("tokenizer_class") in BOS_BY_DEFAULT)
 
     def special_tokens(self) -> dict[str, str]:
         """``bos_token`` and the like: what tokenizer_config.json says, else special_tokens_map.json."""
@@ -137,9 +159,17 @@ class Tokenizer:
       definition: the text of ``tokenizer.json``.
       chat_template: jinja source, or None.
       special_tokens: ``bos_token`` and the like, for the template.
+      puts_bos: put BOS in front of texts where the definition itself does not (`TokenizerFiles.puts_bos`).
     """
 
-    def __init__(self, definition: str, chat_template: str | None = None, special_tokens: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        definition: str,
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        puts_bos: bool = False,
+    ):
         from tokenizers import Tokenizer as Engine
 
         try:
@@ -150,6 +180,11 @@ class Tokenizer:
         self.engine.no_padding()
         self.chat_template = chat_template
         self.special_tokens = dict(special_tokens or {})
+        name = self.special_tokens.get("bos_token")
+        self.bos_id: int | None = None if name is None else self.engine.token_to_id(name)
+        self._in_front: list[int] = []
+        if puts_bos and self.bos_id is not None and self.engine.encode("").ids[:1] != [self.bos_id]:
+            self._in_front = [self.bos_id]
 
     def __repr__(self) -> str:
         chat = "with" if self.has_chat_template else "without"
@@ -177,7 +212,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; with `add_special_tokens` also what the tokenizer puts around a text (usually BOS)."""
-        return self.engine.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = self.engine.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._in_front + ids if add_special_tokens else ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids beyond the tokenizer's vocabulary (padding of the model's) give nothing."""
