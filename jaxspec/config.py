@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxspec.plain import plain
+
 
 class ConfigError(ValueError):
     """A parameter or a combination of parameters that cannot work; the message says which, its value and the bound."""
@@ -216,8 +218,9 @@ class SpecConfig:
 
     def __post_init__(self):
         for name in ("num_steps", "topk", "num_draft_tokens"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            value = plain(getattr(self, name))
+            object.__setattr__(self, name, value)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1, or None for the default")
         for name in ("accept_threshold_single", "accept_threshold_acc"):
             value = getattr(self, name)
