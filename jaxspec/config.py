@@ -8,13 +8,31 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from jaxspec.plain import plain
 
 
 class ConfigError(ValueError):
     """A parameter or a combination of parameters that cannot work; the message says which, its value and the bound."""
+
+
+def check_ids(ids: Iterable[int], vocab_size: int, what: str) -> None:
+    """Checks token ids where they are made: a device reads the embedding's last row for one beyond it, without a word.
+
+    Args:
+      ids: whole numbers, from a tokenizer or a caller.
+      vocab_size: rows of the model's embedding; a tokenizer may know more tokens (added ones), or fewer.
+      what: holds the ids, for the error.
+
+    Raises:
+      ConfigError: an id without a row.
+    """
+    bad = next((i for i in ids if not 0 <= i < vocab_size), None)
+    if bad is not None:
+        raise ConfigError(f"{what} holds token id {bad}; the vocabulary has ids 0 to {vocab_size - 1}")
 
 
 @dataclass(frozen=True)
@@ -200,8 +218,9 @@ class SpecConfig:
 
     def __post_init__(self):
         for name in ("num_steps", "topk", "num_draft_tokens"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            value = plain(getattr(self, name))
+            object.__setattr__(self, name, value)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1, or None for the default")
         for name in ("accept_threshold_single", "accept_threshold_acc"):
             value = getattr(self, name)

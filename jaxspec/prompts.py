@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, check_ids
 
 
 def is_ids(prompt) -> bool:
@@ -50,6 +51,18 @@ def encode_prompts(params, prompt, chat: bool | str = "auto") -> tuple[list[list
     return encoded, one
 
 
+def warn_of_two_bos(ids: list[int], tokenizer, index: int, templated: bool) -> None:
+    """Warns of a prompt that begins with BOS twice: models are trained with one, and answer worse behind two."""
+    bos = getattr(tokenizer, "bos_id", None)
+    if bos is not None and ids[:2] == [bos, bos]:
+        who = "the chat template and the message" if templated else "the text and the tokenizer, which puts it in front itself,"
+        warnings.warn(
+            f"prompt {index} begins with the BOS token {tokenizer.special_tokens['bos_token']!r} twice: {who} have one each; "
+            "leave it out of the text, or pass token ids",
+            stacklevel=2,
+        )
+
+
 def encode_one(params, prompt, chat: bool | str, index: int) -> list[int]:
     """Token ids of one prompt of a batch."""
     config, tokenizer = params.config, params.tokenizer
@@ -66,15 +79,14 @@ def encode_one(params, prompt, chat: bool | str, index: int) -> list[int]:
             ids = tokenizer.apply_chat_template(messages)
         else:
             ids = tokenizer.encode(prompt)
+        warn_of_two_bos(ids, tokenizer, index, templated)
     elif is_ids(prompt):
         ids = [int(t) for t in prompt]
-        bad = [t for t in ids if not 0 <= t < config.vocab_size]
-        if bad:
-            raise ConfigError(f"prompt {index} holds token id {bad[0]}; the vocabulary has ids 0 to {config.vocab_size - 1}")
     else:
         raise ConfigError(
             f"prompt {index} is a {type(prompt).__name__}: give a string, a list of messages, or a list of token ids"
         )
     if not ids:
         raise ConfigError(f"prompt {index} is empty: at least one token is needed")
+    check_ids(ids, config.vocab_size, f"prompt {index}")
     return ids

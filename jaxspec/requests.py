@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxspec.config import ConfigError
 from jaxspec.engine.messages import Request
+from jaxspec.plain import plain
 from jaxspec.prompts import encode_prompts
 from jaxspec.sampling import check_request
 from jaxspec.sampling_params import SamplingParams
@@ -61,7 +62,7 @@ def stop_strings(value: Any) -> tuple[str, ...]:
 
 def token_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
     """One prompt's stop token ids. Raises ConfigError for anything but ids of the vocabulary."""
-    ids = [value] if isinstance(value, int | np.integer) else list(() if value is None else value)
+    ids = list(value) if isinstance(value, Iterable) else [] if value is None else [value]
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab_size:
             raise ConfigError(f"stop_token_ids={value!r}: {i!r} is no token id; the vocabulary has ids 0 to {vocab_size - 1}")
@@ -141,7 +142,8 @@ def build_requests(
     unknown = sorted(set(keywords) - set(SAMPLING))
     if unknown:
         raise TypeError(f"a request has no argument {unknown[0]!r}")
-    keywords = {name: keywords.get(name, getattr(DEFAULTS, name)) for name in SAMPLING}
+    keywords = {name: plain(keywords.get(name, getattr(DEFAULTS, name))) for name in SAMPLING}
+    prompt, max_new_tokens, stop_token_ids, ignore_eos = map(plain, (prompt, max_new_tokens, stop_token_ids, ignore_eos))
     config = params.config
     ids, single = encode_prompts(params, prompt, chat)
     count = len(ids)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from jaxspec.config import ConfigError
+from jaxspec.plain import plain
 
 GREEDY, SAMPLED, FULL = CLASSES = ("greedy", "sampled", "full")
 """Classes of programs by what they compute: argmax alone; sampling and its filters, too; penalties, biases and
@@ -56,6 +57,8 @@ class SamplingParams:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"logit_bias={self.logit_bias!r} must hold pairs (token id, value)") from error
         object.__setattr__(self, "logit_bias", pairs)
+        for field in fields(self):
+            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
 
         self._check("temperature", lambda x: x >= 0, "a finite number >= 0 (0 is greedy)")
         self._check("top_k", lambda x: x == -1 or x >= 1, "-1 (all tokens) or a whole number >= 1", whole=True)

@@ -12,6 +12,7 @@ import pytest
 import jaxspec
 from jaxspec import prefill, runtime
 from jaxspec.config import ConfigError, SpecConfig
+from jaxspec.drafters.ngram_config import NgramConfig
 from jaxspec.drafters.ngram_history import NgramHistory
 from jaxspec.engine import kept
 from jaxspec.engine.device import Device
@@ -275,6 +276,51 @@ def test_bad_prompts(name):
     prompt, message = BAD_PROMPTS[name]
     with pytest.raises(ConfigError, match=message):
         jaxspec.generate(tiny.target(), prompt, max_new_tokens=4)
+
+
+class Wide(tiny.CharTokenizer):
+    """A tokenizer with added tokens that the model's embedding has no rows for: ~ is one, and so is what begins a chat."""
+
+    has_chat_template = True
+    vocab = {**tiny.CharTokenizer.vocab, "~": tiny.VOCAB + 2}
+
+    def apply_chat_template(self, messages):
+        return [tiny.VOCAB, *(i for m in messages for i in self.encode(m["content"]))]
+
+
+@pytest.mark.parametrize(
+    "prompt, chat, message",
+    [
+        ("HI~", False, "prompt 0 holds token id 63; the vocabulary has ids 0 to 60"),
+        (["HI", "~"], False, "prompt 1 holds token id 63"),
+        ("HI", "auto", "prompt 0 holds token id 61"),
+        ([{"role": "user", "content": "HI"}], True, "prompt 0 holds token id 61"),
+        ([3, -1], "auto", "prompt 0 holds token id -1"),
+        (np.array([3, 2**31 + 5]), "auto", "prompt 0 holds token id 2147483653"),
+    ],
+)
+def test_no_prompt_may_have_ids_beyond_the_embedding(prompt, chat, message):
+    model = jaxspec.ModelParams(tiny.target().tree, tiny.target().config, Wide())
+    with pytest.raises(ConfigError, match=message):
+        jaxspec.generate(model, prompt, chat=chat, max_new_tokens=2)
+
+
+def test_no_history_may_have_ids_beyond_the_embedding(tmp_path):
+    inserted, corpus = jaxspec.NgramHistory(), jaxspec.NgramHistory(NgramConfig(external_sam_budget=2))
+    inserted.insert([1, tiny.VOCAB, 2])
+    corpus.add_corpus(["A~"], Wide(), "notes")
+    (tmp_path / "c.jsonl").write_text('"A~"\n')
+    model = jaxspec.ModelParams(tiny.target().tree, tiny.target().config, Wide())
+    for draft, message in ((inserted, "the NgramHistory holds token id 61"), (corpus, "corpus 'notes' holds token id 63")):
+        with pytest.raises(ConfigError, match=f"{message}; the vocabulary has ids 0 to 60"):
+            jaxspec.generate(tiny.target(), [1, 2], draft=draft, max_new_tokens=2)
+    spec = jaxspec.SpecConfig(options={"external_corpus_path": str(tmp_path / "c.jsonl"), "external_sam_budget": 2})
+    with pytest.raises(ConfigError, match="corpus .* holds token id 63"):
+        jaxspec.generate(model, [1, 2], algorithm="NGRAM", spec=spec, max_new_tokens=2)
+    corpus.remove_corpus("notes")
+    assert len(jaxspec.generate(tiny.target(), [1, 2], draft=corpus, max_new_tokens=2).tokens) == 2
+    with pytest.raises(ConfigError, match="the inserted text holds token id -4"):
+        inserted.insert([1, -4])
 
 
 def test_text_needs_a_tokenizer():

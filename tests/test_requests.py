@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -110,6 +111,65 @@ def test_no_stop_before_the_least_length(model):
     assert result.tokens == jaxspec.generate(
         params, prompts[0], algorithm="none", max_new_tokens=LENGTH, min_new_tokens=10
     ).tokens  # fmt: skip
+
+
+INTEGERS = {
+    "python": int, "numpy": np.int64, "small": np.uint8, "no dimension": np.array, "jax": jnp.int32,
+    "torch": lambda n: pytest.importorskip("torch").tensor(n),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_a_whole_number_may_be_of_any_library(kind, model):
+    params, prompts, answers = model
+    make, stop = INTEGERS[kind], answers[0].tokens[1]
+    expected = jaxspec.generate(params, prompts[0], max_new_tokens=6, seed=3, top_k=4, temperature=1.0, num_draft_tokens=3)
+    result = jaxspec.generate(
+        params, prompts[0], max_new_tokens=make(6), seed=make(3), top_k=make(4), temperature=make(1),
+        num_draft_tokens=make(3),
+    )  # fmt: skip
+    assert shown([result]) == shown([expected])
+    assert jaxspec.SamplingParams(seed=make(3), top_k=make(4)) == jaxspec.SamplingParams(seed=3, top_k=4)
+    for ids in (make(stop), [make(stop)], (make(stop),)):
+        result = jaxspec.generate(params, prompts[0], max_new_tokens=6, stop_token_ids=ids)
+        assert (result.tokens, result.finish_reason) == (answers[0].tokens[: answers[0].tokens.index(stop) + 1], "stop")
+
+
+ARRAYS = {
+    "numpy": np.array, "jax": jnp.array, "list of numpy": lambda x: [*np.array(x)], "list of jax": lambda x: [*jnp.array(x)],
+    "unsigned": lambda x: np.array(x, np.uint16), "tuple": tuple, "torch": lambda x: pytest.importorskip("torch").tensor(x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_an_array_of_any_library_may_be_a_prompt(kind, model):
+    params, _, _ = model
+    make, ids = ARRAYS[kind], [[5, 6, 7], [8, 9, 1]]
+    expected = jaxspec.generate(params, ids, max_new_tokens=[2, 3])
+    one = jaxspec.generate(params, make(ids[0]), max_new_tokens=2)
+    assert isinstance(one, jaxspec.GenerationResult) and shown([one]) == shown(expected[:1])
+    for batch in (make(ids), [make(ids[0]), make(ids[1])], [ids[0], make(ids[1])]):
+        assert shown(jaxspec.generate(params, batch, max_new_tokens=make([2, 3]), seed=make([1, 2]))) == shown(expected)
+
+
+@pytest.mark.parametrize(
+    "prompt", [np.array([1.0]), jnp.array([1.5, 2.0]), np.array([True]), np.zeros((1, 1, 2), int), np.array(3)]
+)
+def test_arrays_that_are_no_prompts(prompt, model):
+    with pytest.raises(ConfigError, match="prompt"):
+        jaxspec.generate(model[0], prompt, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("ids", [5.0, "5", True, [[5.0]], jnp.array([1.5]), np.array(2.0)])
+def test_what_is_no_stop_id_is_named(ids, model):
+    with pytest.raises(ConfigError, match="stop_token_ids=.* is no token id"):
+        jaxspec.generate(model[0], model[1][0], stop_token_ids=ids, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("rounds", [0, -1, 1.5, True])
+def test_a_chunk_has_at_least_one_round(rounds, model):
+    with pytest.raises(ConfigError, match="rounds_per_chunk=.* must be a whole number of at least 1"):
+        next(jaxspec.stream(model[0], model[1][0], rounds_per_chunk=rounds))
 
 
 @pytest.mark.parametrize("bias", [{5: 100.0}, [(5, 100.0)], ((5, 100.0),), [{5: 100.0}, {5: 100.0}], [[(5, 100.0)], {5: 90}]])

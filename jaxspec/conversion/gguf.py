@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.config import ConfigError, ModelConfig, MoEConfig, RopeConfig
+from jaxspec.conversion import gguf_tokenizer
 from jaxspec.conversion.errors import ConversionError
 from jaxspec.conversion.gguf_reader import GGUFReader
 from jaxspec.conversion.hf import fuse_qkv, regroup_qkv
@@ -79,9 +80,24 @@ def llama3_rope(divisors: np.ndarray, plain: RopeConfig, head_dim: int, file: Pa
     return candidate
 
 
+END_TOKENS = {
+    "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>",
+    "<|end_of_turn|>", "<|endofturn|>", "<EOT>", "_<EOT>", "<|return|>", "<|call|>", "<｜end▁of▁sentence｜>",
+}  # fmt: skip
+"""Control tokens that end a text, a turn or a message under whatever key a file has them, or under none."""
+
+
 def stop_ids(meta: Metadata) -> tuple[int, ...]:
-    """End of text, of turn and of message, as far as the file names them."""
+    """End of text, of turn and of message: as far as the file names them, then control tokens of those names.
+
+    The token that the file calls its unknown one does not count (SmolLM2's ``<|endoftext|>``, which ends nothing there).
+    """
     ids = [meta.all.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    tokens, kinds = (meta.all.get(f"tokenizer.ggml.{key}") or () for key in ("tokens", "token_type"))
+    unknown = meta.all.get("tokenizer.ggml.unknown_token_id")
+    for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
+        if token in END_TOKENS and kind in (gguf_tokenizer.CONTROL, gguf_tokenizer.USER_DEFINED) and i != unknown:
+            ids.append(i)
     return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
 
 

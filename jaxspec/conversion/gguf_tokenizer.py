@@ -113,11 +113,17 @@ def sentencepiece(meta: Mapping[str, Any]) -> dict:
 KINDS = {"gpt2": byte_level, "llama": sentencepiece}
 
 
+def puts_bos(meta: Mapping[str, Any]) -> bool:
+    """Whether BOS stands in front of a text: as the file says, else for SentencePiece and Llama 3's splitting (llama.cpp)."""
+    llama3 = meta.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")
+    return bool(meta.get("tokenizer.ggml.add_bos_token", meta["tokenizer.ggml.model"] == "llama" or llama3))
+
+
 def template(meta: Mapping[str, Any]) -> dict | None:
-    """What stands around a text: BOS and EOS where the file asks for them (SentencePiece files add BOS by default)."""
-    tokens, sentence = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.model"] == "llama"
+    """What stands around a text: BOS and EOS where the file asks for them."""
+    tokens = meta["tokenizer.ggml.tokens"]
     bos, eos = meta.get("tokenizer.ggml.bos_token_id"), meta.get("tokenizer.ggml.eos_token_id")
-    before = [bos] if meta.get("tokenizer.ggml.add_bos_token", sentence) and bos is not None else []
+    before = [bos] if puts_bos(meta) and bos is not None else []
     after = [eos] if meta.get("tokenizer.ggml.add_eos_token", False) and eos is not None else []
     if not before + after:
         return None

@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxspec.config import ConfigError, ModelConfig, MoEConfig, RopeConfig
 from jaxspec.conversion.errors import ConversionError, MissingFileError
+from jaxspec.conversion.tokenizer import TokenizerFiles
 
 
 def read_json(file: Path) -> dict:
@@ -299,7 +300,7 @@ def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
 
     Args:
       raw: the parsed file.
-      generation: ``generation_config.json``, whose stop ids take precedence.
+      generation: ``generation_config.json``, whose stop ids count besides those of `raw`.
 
     Raises:
       ConversionError: an unknown or unsupported architecture, a missing key, an unsupported rope.
@@ -317,10 +318,17 @@ def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
         raise ConversionError(f"the weights are quantised ({method}); convert the unquantised checkpoint or a GGUF file")
     config = FAMILIES[kind](raw)
     stops = stop_ids((generation or {}).get("eos_token_id"))
-    return dataclasses.replace(config, stop_token_ids=stops) if stops else config
+    return dataclasses.replace(config, stop_token_ids=union(stops, config.stop_token_ids))
+
+
+def union(*sources: Sequence[int]) -> tuple[int, ...]:
+    """Stop ids of several places, each once, in their order."""
+    return tuple(dict.fromkeys(i for source in sources for i in source))
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """`parse_config` on the files of a folder."""
+    """`parse_config` on the files of a folder; the tokenizer's end token, if the model has a row for it, ends answers too."""
     generation = folder / "generation_config.json"
-    return parse_config(read_json(folder / "config.json"), read_json(generation) if generation.exists() else None)
+    config = parse_config(read_json(folder / "config.json"), read_json(generation) if generation.exists() else None)
+    own = [i for i in TokenizerFiles.of_folder(folder).stop_ids() if i < config.vocab_size]
+    return dataclasses.replace(config, stop_token_ids=union(config.stop_token_ids, own))

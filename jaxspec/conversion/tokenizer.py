@@ -1,7 +1,8 @@
 """Text ↔ token ids: the Rust ``tokenizers`` engine, chat templates rendered with jinja2, and streaming decoding.
 
 A tokenizer lives in files: ``tokenizer.json`` (the engine), ``tokenizer_config.json`` (special tokens, maybe the chat
-template) and ``chat_template.jinja``. Stop ids are not its business: they come from the model's configuration.
+template), ``special_tokens_map.json`` and ``chat_template.jinja``. What ends an answer stands in the model's configuration,
+which takes in the tokenizer's end token when a folder is read (`TokenizerFiles.stop_ids`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ FILES = (
     "merges.txt",
     "generation_config.json",
 )
-"""What is copied along from a Hugging Face folder; only the first four are read here."""
+"""What is copied along from a Hugging Face folder; the first six are read here."""
+
+
+BOS_BY_DEFAULT = {
+    f"{name}Tokenizer{fast}" for name in ("Llama", "CodeLlama", "Gemma") for fast in ("", "Fast")
+}  # fmt: skip
+"""Values of ``tokenizer_class`` whose ``add_bos_token`` is true unless the file says otherwise (transformers 4)."""
 
 
 @dataclass(frozen=True)
@@ -75,21 +82,74 @@ class TokenizerFiles:
         if isinstance(template, list):
             named = {entry.get("name"): entry.get("template") for entry in template}
             template = named.get("default", next(iter(named.values()), None))
-        special = {k: _content(v) for k, v in config.items() if k.endswith("_token")}
-        return Tokenizer(text, template, {k: v for k, v in special.items() if v is not None})
+        return Tokenizer(text, template, self.special_tokens(), puts_bos=self.puts_bos())
+
+    def puts_bos(self) -> bool:
+        """Whether BOS is to stand in front of a text although the post-processor of tokenizer.json may not put it there.
+
+        The one rule for BOS is the union of what published readers do; whoever puts it, it is put once:
+          * the post-processor of tokenizer.json puts it (all readers);
+          * tokenizer_config.json says ``add_bos_token: true`` (transformers 5, its Llama and Gemma classes before, llama.cpp
+            by the key of the same name in a GGUF file);
+          * it says nothing, and its class is one that puts BOS by default (transformers 4, hence SGLang);
+          * GGUF files: `gguf_tokenizer.puts_bos`.
+        Which token that is says tokenizer_config.json, else special_tokens_map.json. A chat template's text is encoded as it
+        stands: templates write their own BOS.
+        """
+        config = self._json("tokenizer_config.json")
+        said = config.get("add_bos_token")
+        return said is True or (said is None and config.get("tokenizer_class") in BOS_BY_DEFAULT)
+
+    def special_tokens(self) -> dict[str, str]:
+        """``bos_token`` and the like: what tokenizer_config.json says, else special_tokens_map.json."""
+        both = [self._json("special_tokens_map.json"), self._json("tokenizer_config.json")]
+        named = [(k, _content(v)) for data in both for k, v in data.items() if k.endswith("_token")]
+        return {k: content for k, content in named if content is not None}
+
+    def token_id(self, content: str) -> int | None:
+        """The id of a token; None for one that the files do not know."""
+        for index, token in self._dict(self._json("tokenizer_config.json"), "added_tokens_decoder").items():
+            if _content(token) == content and str(index).isdecimal():
+                return int(index)
+        definition = self._json("tokenizer.json")
+        added = definition.get("added_tokens")
+        for token in added if isinstance(added, list) else ():
+            if _content(token) == content and _is_id(token.get("id")):
+                return token["id"]
+        vocab = self._dict(self._dict(definition, "model"), "vocab")
+        index = vocab.get(content, self._json("added_tokens.json").get(content))
+        return index if _is_id(index) else None
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """The id of the tokenizer's end token, if it has one: some folders name it in no other place."""
+        end = self.special_tokens().get("eos_token")
+        index = None if end is None else self.token_id(end)
+        return () if index is None else (index,)
 
     def _json(self, name: str) -> dict:
         text = self.text(name)
         try:
-            return json.loads(text) if text is not None else {}
+            data = json.loads(text) if text is not None else {}
         except ValueError as error:
             raise ConversionError(f"{self.files[name]} is not valid JSON ({error})") from None
+        if not isinstance(data, dict):
+            raise ConversionError(f"{self.files[name]} holds a {type(data).__name__}, expected a JSON object")
+        return data
+
+    @staticmethod
+    def _dict(data: dict, key: str) -> dict:
+        value = data.get(key)
+        return value if isinstance(value, dict) else {}
 
 
 def _content(token: Any) -> str | None:
     """A special token is a string or an object with ``content``."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
+
+
+def _is_id(index: Any) -> bool:
+    return isinstance(index, int) and not isinstance(index, bool) and index >= 0
 
 
 class Tokenizer:
@@ -99,9 +159,17 @@ class Tokenizer:
       definition: the text of ``tokenizer.json``.
       chat_template: jinja source, or None.
       special_tokens: ``bos_token`` and the like, for the template.
+      puts_bos: put BOS in front of texts where the definition itself does not (`TokenizerFiles.puts_bos`).
     """
 
-    def __init__(self, definition: str, chat_template: str | None = None, special_tokens: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        definition: str,
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        puts_bos: bool = False,
+    ):
         from tokenizers import Tokenizer as Engine
 
         try:
@@ -112,6 +180,11 @@ class Tokenizer:
         self.engine.no_padding()
         self.chat_template = chat_template
         self.special_tokens = dict(special_tokens or {})
+        name = self.special_tokens.get("bos_token")
+        self.bos_id: int | None = None if name is None else self.engine.token_to_id(name)
+        self._in_front: list[int] = []
+        if puts_bos and self.bos_id is not None and self.engine.encode("").ids[:1] != [self.bos_id]:
+            self._in_front = [self.bos_id]
 
     def __repr__(self) -> str:
         chat = "with" if self.has_chat_template else "without"
@@ -127,6 +200,11 @@ class Tokenizer:
         """Token → id, added tokens included."""
         return self.engine.get_vocab(with_added_tokens=True)
 
+    @cached_property
+    def special_tokens_by_id(self) -> dict[int, str]:
+        """Id → token, of the tokens that `decode` leaves out."""
+        return {i: token.content for i, token in self.engine.get_added_tokens_decoder().items() if token.special}
+
     @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` works."""
@@ -134,7 +212,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; with `add_special_tokens` also what the tokenizer puts around a text (usually BOS)."""
-        return self.engine.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = self.engine.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._in_front + ids if add_special_tokens else ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids beyond the tokenizer's vocabulary (padding of the model's) give nothing."""

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from dataclasses import dataclass
 
-from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.config import ConfigError, ModelConfig, check_ids
 from jaxspec.drafters.options import WindowOptions
 from jaxspec.drafters.static_tree import StaticTree
 from jaxspec.models.decoder import FINAL_NORM
@@ -98,6 +98,8 @@ class EagleConfig:
             )
         if not self.fused and self.taps != (FINAL_NORM,):
             raise ConfigError(f"an EAGLE-1/2 head reads the final norm's output, not taps {self.taps}")
+        if self.mask_token_id is not None:
+            check_ids([self.mask_token_id], self.layers.vocab_size, "mask_token_id, a row of the embedding,")
 
     @property
     def algorithm(self) -> str:

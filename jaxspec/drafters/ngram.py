@@ -115,8 +115,12 @@ def build(target, draft: NgramHistory | None, spec: SpecConfig) -> tuple[NgramDr
 
     What has not changed since the last call stays on the device. Another number of corpora, or a corpus of another size,
     makes another program; more or fewer n-grams do not. Without a history, one is made when `spec` names an external corpus.
+
+    Raises ConfigError for a history with ids beyond the target's vocabulary: they come from another tokenizer.
     """
     if draft is None and spec.options.external_corpus_path is not None:
         draft = NgramHistory(spec.options, target.tokenizer)
+    if draft is not None:
+        draft.check_ids(target.config.vocab_size)
     drafter = NgramDrafter(num_draft_tokens=spec.num_draft_tokens, config=spec.options)
     return drafter, None if draft is None else draft.arrays()

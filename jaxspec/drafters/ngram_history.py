@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxspec.config import ConfigError
+from jaxspec.config import ConfigError, check_ids
 from jaxspec.drafters.ngram_config import NgramConfig
 from jaxspec.drafters.ngram_corpus import Corpus, CorpusError, read_jsonl, tokenize
 from jaxspec.drafters.ngram_lookup import CorpusArrays, HistoryArrays, TrieArrays, export_corpus, export_trie
@@ -45,6 +45,7 @@ class NgramHistory:
         self.config = NgramConfig() if config is None else config
         self.trie = NgramTrie(self.config)
         self.corpora: dict[str, Corpus] = {}
+        self._largest = -1  # of the ids that were ever inserted
         self._trie_on_device: tuple[int, TrieArrays] | None = None
         self._corpora_on_device: dict[str, tuple[Corpus, CorpusArrays]] = {}
         if self.config.external_corpus_path is not None:
@@ -58,8 +59,17 @@ class NgramHistory:
         return f"NgramHistory({len(self.trie)} n-grams; corpora: {corpora or 'none'})"
 
     def insert(self, tokens: Sequence[int]) -> None:
-        """Takes in one text: a prompt with its output."""
-        self.trie.insert(tokens)
+        """Takes in one text: a prompt with its output. Raises ConfigError for a negative id."""
+        ids = [int(t) for t in tokens]
+        check_ids(ids, 2**31, "the inserted text")
+        self.trie.insert(ids)
+        self._largest = max(self._largest, max(ids, default=-1))
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raises ConfigError if a text or corpus taken in so far holds an id that a vocabulary of this size does not have."""
+        check_ids([self._largest] if self._largest >= 0 else [], vocab_size, "the NgramHistory")
+        for name, corpus in sorted(self.corpora.items()):
+            check_ids([int(corpus.tokens.max())], vocab_size, f"corpus {name!r}")
 
     def add_corpus(self, source: str | Path | Iterable[str], tokenizer: Any, corpus_id: str | None = None) -> int:
         """Adds a corpus and returns how many tokens it has.

@@ -21,7 +21,8 @@ from jaxspec.engine.messages import Delta, Failed, Limits, QueueFull, Request, S
 from jaxspec.engine.text import Answer
 from jaxspec.generation import Speculation, StreamChunk
 from jaxspec.kvcache import pages_for
-from jaxspec.requests import build_requests
+from jaxspec.plain import plain
+from jaxspec.requests import build_requests, whole_number
 from jaxspec.results import GenerationResult, result_of
 from jaxspec.runtime import available_bytes, total_bytes, use_compilation_cache
 
@@ -410,8 +411,7 @@ class Engine:
         self, prompt, *, n: int = 1, rid: str | None = None, priority: int = 0, speculation: bool = True, cache_salt: str = "",
         extra_key: str = "", **request: Any,
     ) -> tuple[list[Request], bool]:  # fmt: skip
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ConfigError(f"n={n!r} must be a whole number of at least 1")
+        n = whole_number("n", plain(n), 1)
         made, single = build_requests(self.params, prompt, **request)
         if self.config.random_seed is not None and request.get("seed") is None:
             made = [self._reseeded(r, next(self._seeds)) for r in made]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.config import ConfigError, ModelConfig, check_ids
 
 OPENERS = (
     "Write a short story about", "Write an email to", "Write a poem about", "Give me a list of",
@@ -47,11 +47,13 @@ def script_of(tokenizer, config: ModelConfig) -> Script:
     """The script of a tokenizer's chat template; that of plain text where there is none (or no tokenizer at all).
 
     Raises:
-      ConfigError: the template does not show the words that it is given, one after another.
+      ConfigError: the template does not show the words that it is given, one after another, or it has ids beyond the
+        vocabulary.
     """
     stops = tuple(config.stop_token_ids)
     if tokenizer is None or not tokenizer.has_chat_template:
         start = tuple(tokenizer.encode("")) if tokenizer is not None else ()
+        check_ids(start, config.vocab_size, "what the tokenizer puts in front of a text")
         return Script(start, (), start[:1] or stops[:1] or (0,), stops, False)
     first, answer, second = "jaxspecfirst", "jaxspecanswer", "jaxspecsecond"
     user, reply = {"role": "user", "content": first}, {"role": "assistant", "content": answer}
@@ -67,6 +69,7 @@ def script_of(tokenizer, config: ModelConfig) -> Script:
     prefix, middle, close = (
         tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (pieces[0], pieces[1], between[0])
     )
+    check_ids(prefix + middle + close, config.vocab_size, "what the chat template puts between turns")
     if not middle or not close:
         raise ConfigError("the chat template puts nothing between turns: no dialogues can be synthesised with it")
     return Script(prefix, middle, close, tuple(dict.fromkeys((close[0], *stops))), True)

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxspec import runtime
-from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.config import ConfigError, ModelConfig, check_ids
 from jaxspec.models import decoder
 from jaxspec.training.data import Data, distinct_share, overlapping
 from jaxspec.training.dialogue import OPENERS, Script, script_of
@@ -238,7 +238,7 @@ def plan_rows(
 ) -> list[list[Start]]:
     """How every row of every batch begins.
 
-    Raises ConfigError when there are no prompts, or one does not fit into a row.
+    Raises ConfigError when there are no prompts, one does not fit into a row, or has ids beyond the vocabulary.
     """
     if prompts is not None:
         dialogues = [scripted(turns, script, tokenizer) for turns in prompts]
@@ -250,9 +250,12 @@ def plan_rows(
                     f"prompt {number} takes {len(start[0][0])} tokens with what the template puts around it, and a row of "
                     f"{options.length} has no room behind it: use a larger length, or leave that prompt out"
                 )
+            check_ids((i for piece, _ in start for i in piece), config.vocab_size, f"prompt {number}")
         rows = [dialogues[i % len(dialogues)] for i in range(batches * options.rows)]
         return [rows[i : i + options.rows] for i in range(0, len(rows), options.rows)]
     openers = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in OPENERS] if script.dialogue else []
+    for opener, ids in zip(OPENERS, openers, strict=False):
+        check_ids(ids, config.vocab_size, f"the opening {opener!r}")
     size = config.vocab_size if tokenizer is None else min(config.vocab_size, len(tokenizer.vocab))
 
     def start(random: np.random.Generator) -> Start:

@@ -98,6 +98,24 @@ def test_stop_ids_are_those_of_text_turn_and_message(tmp_path):
     assert read(tmp_path / "m.gguf")[1].stop_token_ids == (2, 5)
 
 
+@pytest.mark.parametrize(
+    "tokens, kinds, keys, expected",
+    [
+        (["<|endoftext|>", "a", "b", "<|im_end|>"], [3, 1, 1, 3], {"eos": 3}, (3, 0)),  # Qwen's pair
+        (["a", "<|im_end|>", "b", "<|endoftext|>"], [1, 3, 1, 3], {"eos": 3, "unknown": 1}, (3,)),
+        (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], [3, 3, 3], {"eos": 2, "bos": 1, "unknown": 0}, (2,)),  # SmolLM2
+        (["a", "<end_of_turn>", "<eos>"], [1, 4, 3], {"eos": 2}, (2, 1)),
+        (["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"], [3, 3, 3], {"eos": 0, "eot": 0}, (0, 1, 2)),
+        (["<|end|>", "<|endoftext|>", "c"], [1, 1, 1], {"eos": 2}, (2,)),  # words, no control tokens
+    ],
+)
+def test_end_tokens_are_known_by_name(tokens, kinds, keys, expected, tmp_path):
+    meta = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    meta |= {f"tokenizer.ggml.{name}_token_id": index for name, index in keys.items()}
+    write_gguf("target_llama_smallvocab", tmp_path / "m.gguf", metadata=meta)
+    assert read(tmp_path / "m.gguf")[1].stop_token_ids == expected
+
+
 def test_llama3_scaling_is_recognised_from_its_divisors(tmp_path):
     plain, scaled = RopeConfig(500000.0), RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
     divisors = np.asarray(rope_frequencies(plain, 8) / rope_frequencies(scaled, 8))

@@ -57,11 +57,46 @@ def test_windows():
         parse_config(changed("target_qwen3", layer_types=["sliding_attention"] * 8))
 
 
-def test_generation_config_says_when_to_stop(tmp_path):
+def test_all_files_of_a_folder_say_when_to_stop(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw_config("target_llama")))
     assert read_config(tmp_path).stop_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert read_config(tmp_path).stop_token_ids == (7, 9)
+    assert read_config(tmp_path).stop_token_ids == (7, 9, 2)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>", "added_tokens_decoder": {}}')
+    assert read_config(tmp_path).stop_token_ids == (7, 9, 2)  # a token that no file gives an id
+
+
+IM_END = {"id": 12, "content": "<|im_end|>", "special": True}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"eos_token": "<|im_end|>", "added_tokens_decoder": {"11": {"content": "x"}, "12": IM_END}}},
+        {"tokenizer_config": {"eos_token": {"content": "<|im_end|>"}}, "added_tokens": {"<|im_end|>": 12}},
+        {"tokenizer_config": {"eos_token": "<|im_end|>"}, "tokenizer": {"added_tokens": [IM_END]}},
+        {"tokenizer_config": {"eos_token": "</s>"}, "tokenizer": {"model": {"vocab": {"a": 0, "</s>": 12}}}},
+        {"special_tokens_map": {"eos_token": {"content": "<|im_end|>"}}, "tokenizer": {"added_tokens": [IM_END]}},
+        {
+            "special_tokens_map": {"eos_token": "a"},  # tokenizer_config.json is asked first
+            "tokenizer_config": {"eos_token": "<|im_end|>"},
+            "tokenizer": {"added_tokens": [IM_END, {"id": 3, "content": "a"}]},
+        },
+    ],
+)
+def test_the_end_token_that_only_the_tokenizer_names_stops(files, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(raw_config("target_llama")))
+    for name, data in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+    assert read_config(tmp_path).stop_token_ids == (2, 12)
+
+
+def test_an_end_token_without_a_row_in_the_model_stops_nothing(tmp_path):
+    raw = raw_config("target_llama")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": raw["vocab_size"]}))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    assert read_config(tmp_path).stop_token_ids == (2,)
 
 
 def test_gemma3_with_a_vision_tower_is_its_text_model():

@@ -1,6 +1,7 @@
 """Tokenizers: from GGUF metadata, chat templates, streaming that never splits a character."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import jaxspec
 from jaxspec.conversion import ConversionError, convert
 from jaxspec.conversion.gguf_tokenizer import LLAMA3_SPLIT, PRE_TOKENIZERS, QWEN2_SPLIT, definition, tokenizer_files
 from jaxspec.conversion.tokenizer import Tokenizer, TokenizerFiles
+from jaxspec.prompts import encode_prompts
+from tests import tiny
 from tests.conversion.gguf_files import write_gguf
 
 TEXTS = [
@@ -71,6 +74,70 @@ def test_bos_and_eos_are_added_only_where_the_file_says_so():
     assert tokenizer.encode("a")[0] == 1 and tokenizer.encode("a", add_special_tokens=False)[0] != 1
     assert load(byte_level_meta(**keys | {"tokenizer.ggml.add_eos_token": True})).encode("a")[-1] == 0
     assert 1 not in load(byte_level_meta(**keys | {"tokenizer.ggml.add_bos_token": False})).encode("a")
+
+
+def test_llama3_files_have_bos_in_front_unless_they_say_otherwise():
+    key = {"tokenizer.ggml.bos_token_id": 1}
+    for pre in PRE_TOKENIZERS:
+        puts = pre in ("llama-bpe", "llama3", "llama-v3")
+        assert (load(byte_level_meta(pre=pre, **key)).encode("a")[0] == 1) == puts
+        assert 1 not in load(byte_level_meta(pre=pre, **key | {"tokenizer.ggml.add_bos_token": False})).encode("a")
+
+
+BOS = "<|user|>"
+OF_CLASS = {"tokenizer_class": "LlamaTokenizerFast"}
+
+
+@pytest.mark.parametrize("puts_itself", [False, True])
+@pytest.mark.parametrize(
+    "config, special, puts",
+    [
+        ({"bos_token": BOS, "add_bos_token": True}, None, True),
+        ({"bos_token": {"content": BOS}, "add_bos_token": True, "tokenizer_class": "PreTrainedTokenizerFast"}, None, True),
+        ({"add_bos_token": True}, {"bos_token": {"content": BOS}}, True),  # only special_tokens_map.json names it
+        ({"add_bos_token": True, "bos_token": None}, {"bos_token": BOS}, True),
+        ({"bos_token": BOS} | OF_CLASS, None, True),
+        (OF_CLASS, {"bos_token": BOS}, True),
+        ({"bos_token": BOS, "add_bos_token": False} | OF_CLASS, None, False),
+        ({"bos_token": BOS, "tokenizer_class": "PreTrainedTokenizerFast"}, None, False),
+        ({"add_bos_token": True}, None, False),  # no file says which token it is
+        ({"add_bos_token": True, "bos_token": "<not there>"}, None, False),
+    ],
+)
+def test_bos_of_folders(config, special, puts, puts_itself, tmp_path):
+    keys = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.add_bos_token": puts_itself}
+    (tmp_path / "tokenizer.json").write_text(definition(byte_level_meta(**keys)))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if special is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
+    tokenizer = TokenizerFiles.of_folder(tmp_path).load()
+    bare = tokenizer.encode("ab", add_special_tokens=False)
+    assert 1 not in bare
+    assert tokenizer.encode("ab") == ([1] if puts or puts_itself else []) + bare
+    assert tokenizer.encode("") == ([1] if puts or puts_itself else [])
+
+
+def params_with(tokenizer):
+    """A model of which only the tokenizer and the size of its vocabulary count."""
+    return jaxspec.ModelParams({}, tiny.config(vocab=tokenizer.vocab_size), tokenizer)
+
+
+def test_bos_given_twice_warns():
+    special = {"bos_token": BOS}
+    own = Tokenizer(definition(byte_level_meta()), "{{ bos_token }}{{ messages[0].content }}", special, puts_bos=True)
+    processor = Tokenizer(
+        definition(byte_level_meta(**{"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.add_bos_token": True})), None, special
+    )
+    for tokenizer in (own, processor):
+        for text in (BOS + "ab", BOS):
+            with pytest.warns(UserWarning, match=r"prompt 0 begins with the BOS token '<\|user\|>' twice: the text and"):
+                assert encode_prompts(params_with(tokenizer), text, False)[0][0][:2] == [1, 1]
+    with pytest.warns(UserWarning, match="prompt 1 begins .* twice: the chat template and the message have one each"):
+        encode_prompts(params_with(own), ["ab", BOS + "ab"], True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for prompt, chat in (("ab", False), ("ab", True), ("a" + BOS + BOS, False), ([1, 1, 2], "auto")):
+            encode_prompts(params_with(own), prompt, chat)
 
 
 PIECES = ["▁", "a", "b", "c", "▁a", "ab", "bc", "abc", "▁ab", "cab", "▁abc", "ca", "é", "▁▁"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 
 import pytest
@@ -107,6 +108,9 @@ def test_every_record_is_whole():
     config = eagle_cases.random_head("peagle").config
     assert (algorithm_of(config), format_of(config).stored, "mask_hidden" in shapes_of(config)) == ("PEAGLE", "eagle", True)
     assert algorithm_of(tiny.config()) == "STANDALONE" and algorithm_of(None) is None
+    for index in (-1, config.layers.vocab_size):
+        with pytest.raises(ConfigError, match=f"mask_token_id, a row of the embedding, holds token id {index}"):
+            dataclasses.replace(config, mask_token_id=index)
 
 
 def test_flags_become_options_and_those_that_do_not_fit_are_named():

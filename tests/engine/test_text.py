@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxspec.conversion.gguf_tokenizer import tokenizer_files
 from jaxspec.engine.text import REPLACEMENT, Answer
+from tests.conversion.test_tokenizer import byte_level_meta, sentencepiece_meta
 
 
 class Words:
@@ -103,7 +105,160 @@ def test_a_character_that_the_prompt_began_is_no_rubbish():
     euro = "€".encode()
     answer = Answer(Bytes(), np.frombuffer(b"long prompt " + euro[:2], np.uint8))
     shown = "".join(grow(answer, [euro[2:], b"x", b"y"]))
-    assert shown == answer.text and shown.endswith("xy") and REPLACEMENT not in shown
+    assert shown == answer.text == "€xy"
+
+
+def sentencepiece():
+    return tokenizer_files(sentencepiece_meta()).load()
+
+
+def byte_level():
+    return tokenizer_files(byte_level_meta(["h e", "Ġ w"])).load()
+
+
+REAL = pytest.mark.parametrize("make", [sentencepiece, byte_level])
+
+
+def behind(tokenizer, prompt: list[int], answer: list[int]) -> str:
+    """decode(prompt + answer) - decode(prompt), where the prompt ends with a whole character."""
+    begun, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + answer)
+    assert whole.startswith(begun)
+    return whole[len(begun) :]
+
+
+@REAL
+@pytest.mark.parametrize("prompt", ["abc", "ab é", "漢字漢字", "🙂🙂🙂🙂", "he", "", " "])
+@pytest.mark.parametrize("said", [" abc ab", "abc", "  ab", "é漢🙂", " 🙂 ab"])
+def test_an_answer_is_what_stands_behind_its_prompt(make, prompt, said):
+    tokenizer = make()
+    first = tokenizer.encode(prompt)
+    ids = tokenizer.encode(prompt + said)
+    if ids[: len(first)] != first:  # the border falls into a piece: its two sides apart
+        ids = first + tokenizer.encode("c" + said, add_special_tokens=False)[1:]
+    tokens = ids[len(first) :]
+    expected = behind(tokenizer, first, tokens)
+    for width in (1, 2, 5, 100):
+        answer = Answer(tokenizer, np.array(first, np.int32))
+        steps = [tokens[i : i + width] for i in range(0, len(tokens), width)]
+        assert "".join(grow(answer, steps)) == answer.text == expected
+
+
+@REAL
+@pytest.mark.parametrize("character", ["ö", "漢", "🙂"])
+@pytest.mark.parametrize("before", ["ab", "ab 漢🙂", "🙂🙂🙂🙂🙂"])
+def test_a_character_may_begin_in_the_prompt_and_end_in_the_answer(make, character, before):
+    tokenizer = make()
+    prompt, ids = tokenizer.encode(before), tokenizer.encode(before + character + "ab")
+    assert ids[: len(prompt)] == prompt and len(ids) - len(prompt) >= len(character.encode()) + 1  # a token a byte
+    for cut in range(1, len(character.encode())):
+        for width in (1, 2, 9):
+            answer = Answer(tokenizer, np.array(ids[: len(prompt) + cut], np.int32), ["b"])
+            tokens = ids[len(prompt) + cut :]
+            shown = grow(answer, [tokens[i : i + width] for i in range(0, len(tokens), width)])
+            assert "".join(shown) == answer.text == character + "a"
+            other = Answer(tokenizer, np.array(ids[: len(prompt) + cut], np.int32))
+            grow(other, [tokenizer.encode("cab", add_special_tokens=False)[-1:] * 2])
+            assert REPLACEMENT not in other.text  # the unfinished character was the prompt's
+
+
+@pytest.mark.parametrize("stop", [" Paris", " wide", "lo wor"])
+def test_a_stop_string_may_begin_with_the_space_of_the_first_word(stop):
+    tokenizer = Words("▁Hello", "▁world", "▁wide", "▁Paris", "lo")
+    for width in (1, 3):
+        tokens = [5, 2, 4, 3]
+        answer = Answer(tokenizer, np.array([0, 1], np.int32), [stop])
+        grow(answer, [tokens[i : i + width] for i in range(0, 4, width)])
+        assert answer.text == "lo world Paris wide"[: "lo world Paris wide".index(stop)]
+        assert answer.reason == "stop"
+
+
+def test_a_stop_string_at_the_first_token_has_its_space():
+    answer = Answer(Words("▁France", "▁is", "▁Paris"), np.array([0, 1, 2], np.int32), [" Paris"])
+    assert grow(answer, [[3]]) == [""] and answer.matched_stop == " Paris"
+
+
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+GPT2_BYTES = {byte: chr(byte) for byte in PRINTABLE}
+GPT2_BYTES |= {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in GPT2_BYTES)}
+"""A byte and what stands for it in a byte-level vocabulary."""
+
+BYTE_RUNS = st.lists(st.sampled_from([*"🙂é漢".encode(), 0xFF, 0xE2, ord("q"), "ab", "end"]), max_size=14)
+
+
+@REAL
+@given(BYTE_RUNS, BYTE_RUNS, st.lists(st.integers(1, 5), max_size=14), st.booleans())
+def test_the_text_does_not_depend_on_how_tokens_arrive(make, prompt, said, widths, stops):
+    """Runs of bytes of which some are no characters, and special tokens between them."""
+    tokenizer = make()
+    end = min(tokenizer.special_tokens_by_id)
+
+    def ids(parts):
+        found = []
+        for part in parts:
+            if part == "end":
+                found.append(end)
+            elif isinstance(part, str):
+                found += tokenizer.encode(part, add_special_tokens=False)
+            else:
+                name = f"<0x{part:02X}>"
+                found.append(tokenizer.vocab[name if name in tokenizer.vocab else GPT2_BYTES[part]])
+        return found
+
+    prompt, tokens = ids(prompt), ids(said)
+    answers = []
+    for sizes in ([1] * len(tokens), widths, []):
+        answer, steps, at = Answer(tokenizer, np.array(prompt, np.int32), ["ba"] if stops else []), [], 0
+        for size in sizes:
+            steps.append(tokens[at : at + size])
+            at += size
+        steps = [step for step in [*steps, tokens[at:]] if step] or [[]]
+        assert "".join(grow(answer, steps)) == answer.text
+        answers.append((answer.text, answer.tokens, answer.reason))
+    assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.parametrize(
+    "stop, text, count",
+    [
+        (["<|user|>"], "abhe", 4),
+        (["he<|user|>"], "ab", 4),
+        (["<|end|>he"], "ab", 3),
+        (["b<|end|>h"], "a", 3),
+        (["<|user|>c"], "abhe", 5),
+        (["zz", "<|end|>"], "ab", 2),
+        (["<|end|><|user|>"], "abhecd", 6),
+        (["c", "<|user|>d"], "abhe", 5),
+    ],
+)
+def test_a_special_token_may_be_a_stop_string_or_a_part_of_one(stop, text, count):
+    """ab <|end|> he <|user|> c d, of which the specials are not shown."""
+    tokenizer = tokenizer_files(byte_level_meta(["h e", "a b"])).load()
+    tokens = tokenizer.encode("ab<|end|>he<|user|>cd", add_special_tokens=False)
+    for width in (1, 2, 3, 6):
+        answer = Answer(tokenizer, np.array(tokenizer.encode("he"), np.int32), stop)
+        shown = grow(answer, [tokens[i : i + width] for i in range(0, 6, width)])
+        assert "".join(shown) == answer.text == text
+        assert answer.tokens == tokens[:count]
+        assert (answer.reason, answer.matched_stop in stop) == (
+            ("stop", True) if stop != ["<|end|><|user|>"] else ("length", False)
+        )
+
+
+def test_a_stop_string_may_end_with_the_stop_id():
+    tokenizer = tokenizer_files(byte_level_meta(["h e", "a b"])).load()
+    tokens = tokenizer.encode("ab\n<|end|>", add_special_tokens=False)
+    answer = Answer(tokenizer, np.array([5], np.int32), ["\n<|end|>"])
+    assert grow(answer, [tokens], "stop") == ["ab"]
+    assert (answer.text, answer.tokens, answer.matched_stop) == ("ab", tokens, "\n<|end|>")
+    plain = Answer(tokenizer, np.array([5], np.int32), ["never"])
+    assert grow(plain, [tokens], "stop") == ["ab\n"] and plain.matched_stop == tokens[-1]
+
+
+def test_what_a_stop_string_with_a_special_token_may_begin_with_is_held_back():
+    tokenizer = tokenizer_files(byte_level_meta(["h e", "a b"])).load()
+    tokens = tokenizer.encode("ab<|end|>he<|user|>ab", add_special_tokens=False)
+    answer = Answer(tokenizer, np.array([5], np.int32), ["b<|end|>hex", "he<|user|>x"])
+    assert grow(answer, [[t] for t in tokens]) == ["a", "", "", "b", "heab"]
 
 
 @pytest.mark.parametrize("prompt, text", [([1], " world wide"), ([0, 1], " world wide"), ([0], "world wide")])

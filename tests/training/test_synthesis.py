@@ -102,6 +102,18 @@ def test_a_template_that_hides_words_is_refused():
         script_of(tokenizer(hidden), target().config)
 
 
+def test_ids_beyond_the_embedding_are_refused():
+    small_model = tiny.target(vocab=len(VOCABULARY) - 2)  # "[unk]" and "?" have no rows
+    for template, prompts, message in (
+        (CHATML, [["what?"]], "prompt 1 holds token id"),
+        (CHATML, [["so"], ["so", "why?"]], "prompt 2 holds token id"),
+        (CHATML.replace("be kind", "be kind?"), [["so"]], "chat template .* holds token id"),
+    ):
+        model = jaxspec.ModelParams(small_model.tree, small_model.config, tokenizer(template))
+        with pytest.raises(ConfigError, match=message):
+            synthesise(model, small(), prompts=prompts, progress=False)
+
+
 @pytest.mark.parametrize("template", [CHATML, INST, TURNS])
 def test_rows_are_dialogues_in_which_answers_count(template):
     made = synthesise(target(template), small(), progress=False)
