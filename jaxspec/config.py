@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+MAX_LAYERS = 1024
+"""No transformer has as many: a damaged number of layers is refused before anything is made for each."""
+
 
 class ConfigError(ValueError):
     """A parameter or a combination of parameters that cannot work; the message says which, its value and the bound."""
@@ -119,6 +122,13 @@ class ModelConfig:
     architecture: str = ""
 
     def __post_init__(self):
+        for name, least, most in (
+            ("num_layers", 0, MAX_LAYERS), ("num_heads", 1, None), ("num_kv_heads", 1, None), ("head_dim", 1, None)
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least or (most is not None and value > most):
+                bound = "" if most is None else f" and at most {most}"
+                raise ConfigError(f"{name}={str(value)[:80]} must be a whole number of at least {least}{bound}")
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
         if not self.attention_scale:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import struct
+from collections.abc import Iterator
+
 from jaxspec.config import ConfigError
 
 
@@ -32,3 +36,25 @@ def shown(value: object, limit: int = 120) -> str:
     text = value[:limit] if isinstance(value, str) else str(value)
     text = "".join(c if c.isprintable() else "\ufffd" for c in text[: limit + 1])
     return text if len(text) <= limit and not (isinstance(value, str) and len(value) > limit) else f"{text[:limit]}…"
+
+
+@contextlib.contextmanager
+def reading(where: object) -> Iterator[None]:
+    """Errors of Python inside it become a ConversionError that names `where`: a file made them, not the caller.
+
+    What is known to go wrong has a message of its own; this is for what no check foresaw.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise ConversionError(f"{where} is nested too deeply to be read") from None
+    except MemoryError as error:
+        raise ConversionError(f"{where} needs more memory than there is ({shown(error)})") from error
+    except OSError as error:
+        raise ConversionError(f"{where} cannot be read or written ({shown(error)})") from error
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, struct.error) as error:
+        raise ConversionError(
+            f"{where} is damaged or of a layout that is not known ({type(error).__name__}: {shown(error)})"
+        ) from error

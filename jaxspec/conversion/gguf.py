@@ -15,6 +15,7 @@ from jaxspec.conversion.gguf_reader import GGUFReader
 from jaxspec.conversion.hf import fuse_qkv, regroup_qkv
 from jaxspec.conversion.hf_config import yarn_mscale
 from jaxspec.conversion.mapping import COPY, TRANSPOSE, Ignored, Rule, Transform, concatenate, shifted
+from jaxspec.conversion.values import check_config, check_metadata
 from jaxspec.models.layers import rope_frequencies
 
 FREQUENCIES = "rope_freqs.weight"
@@ -298,6 +299,7 @@ def read(file: Path) -> tuple[GGUFReader, ModelConfig]:
     Raises ConversionError for an architecture that is not supported.
     """
     reader = GGUFReader(file)
+    check_metadata(reader.metadata, file)
     meta = Metadata(reader)
     if int(reader.metadata.get("split.count", 1)) > 1:
         raise ConversionError(f"{file} is one part of a split GGUF; join the parts with llama-gguf-split --merge")
@@ -305,4 +307,4 @@ def read(file: Path) -> tuple[GGUFReader, ModelConfig]:
         raise ConversionError(
             f"{file}: GGUF architecture {meta.architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
         )
-    return reader, FAMILIES[meta.architecture](meta, reader)
+    return reader, check_config(FAMILIES[meta.architecture](meta, reader), file)

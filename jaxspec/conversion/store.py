@@ -20,15 +20,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.config import ConfigError
 from jaxspec.conversion.errors import ConversionError, MissingFileError
 from jaxspec.conversion.mapping import FLOAT32_LEAVES, flatten, is_float, unflatten
 from jaxspec.conversion.quantize import dequantize, quantized_paths, stored
 from jaxspec.conversion.readers import TensorInfo
+from jaxspec.conversion.values import build_config, parse_json, said
 from jaxspec.drafters.kinds import format_of, formats
 
 FORMAT_VERSION = 1
 SHARD_BYTES = 1 << 27
+MAX_SHARDS = 99999
 
 
 def write_config(folder: Path, config: Any, provenance: Mapping[str, Any], num_shards: int) -> None:
@@ -46,8 +47,8 @@ def write_config(folder: Path, config: Any, provenance: Mapping[str, Any], num_s
 def is_converted(folder: Path) -> bool:
     """Whether a folder was written by `save` and `write_config`."""
     try:
-        return "jaxspec_format" in json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError, TypeError):
+        return "jaxspec_format" in parse_json((folder / "config.json").read_bytes(), folder)
+    except (OSError, ConversionError):
         return False
 
 
@@ -63,22 +64,25 @@ def read_config(folder: Path) -> tuple[Any, dict]:
     Raises ConversionError for another format version, an unknown kind or a damaged file.
     """
     file = folder / "config.json"
-    try:
-        data = json.loads(file.read_text())
-        version, kind, config = data["jaxspec_format"], data["kind"], data["config"]
-    except FileNotFoundError:
-        raise MissingFileError(f"{file} does not exist") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConversionError(f"{file} is not the configuration of a converted folder ({error!r})") from None
+    if not file.exists():
+        raise MissingFileError(f"{file} does not exist")
+    data = parse_json(file.read_bytes(), file)
+    missing = [key for key in ("jaxspec_format", "kind", "config", "num_shards") if key not in data]
+    if missing:
+        raise ConversionError(f"{file} is not the configuration of a converted folder: it lacks {', '.join(missing)}")
+    version, kind, known = data["jaxspec_format"], data["kind"], formats()
     if version != FORMAT_VERSION:
-        raise ConversionError(f"{file} has format version {version}, this jaxspec reads {FORMAT_VERSION}: convert it again")
-    known = formats()
-    if kind not in known:
-        raise ConversionError(f"{file} is of the unknown kind {kind!r}; known: {', '.join(known)}")
-    try:
-        return known[kind].config.from_json(config), data
-    except (ConfigError, TypeError) as error:
-        raise ConversionError(f"{file}: {error}") from None
+        raise ConversionError(
+            f"{file} has format version {said(version)}, this jaxspec reads {FORMAT_VERSION}: convert it again"
+        )
+    if not isinstance(kind, str) or kind not in known:
+        raise ConversionError(f"{file} is of the unknown kind {said(kind)}; known: {', '.join(known)}")
+    count, provenance = data["num_shards"], data.get("provenance", {})
+    if type(count) is not int or not 0 <= count <= MAX_SHARDS:
+        raise ConversionError(f"{file}: num_shards is {said(count)}, expected a whole number from 0 to {MAX_SHARDS}")
+    if not isinstance(provenance, dict):
+        raise ConversionError(f"{file}: provenance is {said(provenance)}, expected an object")
+    return build_config(known[kind].config, data["config"], file), data
 
 
 def _checkpointer():

@@ -15,7 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jaxspec.conversion.errors import ConversionError
+from jaxspec.conversion.errors import ConversionError, reading, shown
+from jaxspec.conversion.values import parse_json, said
 
 FILES = (
     "tokenizer.json",
@@ -48,12 +49,17 @@ class TokenizerFiles:
         entry = self.files.get(name)
         if entry is None:
             return None
-        return entry.read_text(encoding="utf-8") if isinstance(entry, Path) else entry()
+        with reading(entry if isinstance(entry, Path) else name):
+            return entry.read_text(encoding="utf-8") if isinstance(entry, Path) else entry()
 
     def write(self, folder: Path) -> None:
         """Writes all files into `folder`."""
         for name, entry in self.files.items():
-            data = entry.read_bytes() if isinstance(entry, Path) else entry().encode()
+            if isinstance(entry, Path):
+                with reading(entry):
+                    data = entry.read_bytes()
+            else:
+                data = self.text(name).encode()
             (folder / name).write_bytes(data)
 
     def load(self) -> Tokenizer | None:
@@ -73,17 +79,18 @@ class TokenizerFiles:
         if template is None:
             template = self._json("chat_template.json").get("chat_template", config.get("chat_template"))
         if isinstance(template, list):
-            named = {entry.get("name"): entry.get("template") for entry in template}
+            with reading("the list of chat templates"):
+                named = {entry.get("name"): entry.get("template") for entry in template}
             template = named.get("default", next(iter(named.values()), None))
+        if template is not None and not isinstance(template, str):
+            raise ConversionError(f"chat_template is {said(template)}, expected a text or a list of named ones")
         special = {k: _content(v) for k, v in config.items() if k.endswith("_token")}
         return Tokenizer(text, template, {k: v for k, v in special.items() if v is not None})
 
     def _json(self, name: str) -> dict:
         text = self.text(name)
-        try:
-            return json.loads(text) if text is not None else {}
-        except ValueError as error:
-            raise ConversionError(f"{self.files[name]} is not valid JSON ({error})") from None
+        where = entry if isinstance(entry := self.files.get(name), Path) else name
+        return {} if text is None else parse_json(text, where)
 
 
 def _content(token: Any) -> str | None:
@@ -107,7 +114,7 @@ class Tokenizer:
         try:
             self.engine = Engine.from_str(definition)
         except Exception as error:
-            raise ConversionError(f"tokenizer.json cannot be read: {error}") from None
+            raise ConversionError(f"tokenizer.json cannot be read: {shown(error)}") from None
         self.engine.no_truncation()
         self.engine.no_padding()
         self.chat_template = chat_template
