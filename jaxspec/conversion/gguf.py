@@ -15,7 +15,7 @@ from jaxspec.conversion.gguf_reader import GGUFReader
 from jaxspec.conversion.hf import fuse_qkv, regroup_qkv
 from jaxspec.conversion.hf_config import yarn_mscale
 from jaxspec.conversion.mapping import COPY, TRANSPOSE, Ignored, Rule, Transform, concatenate, shifted
-from jaxspec.conversion.values import check_config, check_metadata
+from jaxspec.conversion.values import check_config
 from jaxspec.models.layers import rope_frequencies
 
 FREQUENCIES = "rope_freqs.weight"
@@ -299,7 +299,6 @@ def read(file: Path) -> tuple[GGUFReader, ModelConfig]:
     Raises ConversionError for an architecture that is not supported.
     """
     reader = GGUFReader(file)
-    check_metadata(reader.metadata, file)
     meta = Metadata(reader)
     if int(reader.metadata.get("split.count", 1)) > 1:
         raise ConversionError(f"{file} is one part of a split GGUF; join the parts with llama-gguf-split --merge")
