@@ -93,7 +93,8 @@ def convert(
         print(f"{checkpoint.format} {path}")
         print(checkpoint.table(kind))
         return dst
-    with replacing(dst, force, [path] if target_path is None else [path, target_path]) as folder:
+    sources = [path] if target_path is None else [path, target_path]
+    with store.writing(dst), replacing(dst, force, sources) as folder:
         if to_hf:
             export_hf(checkpoint, folder, kind, progress)
         else:
