@@ -14,6 +14,16 @@ from typing import Any
 
 from jaxspec.plain import plain
 
+MAX_LAYERS = 1024
+"""No transformer has as many: a damaged number of layers is refused before anything is made for each."""
+
+MAX_TREE = 4096
+"""Bound of num_steps, topk and num_draft_tokens: a verify pass of more tokens costs more than it can save."""
+MAX_PAGE = 1 << 16
+"""Positions of a page."""
+MAX_PREFILL = 1 << 20
+"""Prompt positions that one program takes in."""
+
 
 class ConfigError(ValueError):
     """A parameter or a combination of parameters that cannot work; the message says which, its value and the bound."""
@@ -137,6 +147,13 @@ class ModelConfig:
     architecture: str = ""
 
     def __post_init__(self):
+        for name, least, most in (
+            ("num_layers", 0, MAX_LAYERS), ("num_heads", 1, None), ("num_kv_heads", 1, None), ("head_dim", 1, None)
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least or (most is not None and value > most):
+                bound = "" if most is None else f" and at most {most}"
+                raise ConfigError(f"{name}={str(value)[:80]} must be a whole number of at least {least}{bound}")
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
         if not self.attention_scale:
@@ -220,8 +237,9 @@ class SpecConfig:
         for name in ("num_steps", "topk", "num_draft_tokens"):
             value = plain(getattr(self, name))
             object.__setattr__(self, name, value)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1, or None for the default")
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and (not whole or not 1 <= value <= MAX_TREE):
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1 and at most {MAX_TREE}, or None")
         for name in ("accept_threshold_single", "accept_threshold_acc"):
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:

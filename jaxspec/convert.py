@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from jaxspec import cli
 from jaxspec.conversion.quantize import METHODS
@@ -20,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "src", metavar="SRC", help="Hugging Face folder, GGUF file, draft head, converted folder, hub id or smollm2-135m"
     )
-    p.add_argument("dst", metavar="DST", nargs="?", help="folder to write; may be left out with --dry-run")
+    p.add_argument("dst", metavar="DST", nargs="?", help="folder to write; may be left out with --dry-run and --verify")
     p.add_argument("--dtype", help="float32, float16 or bfloat16 (default: as stored; GGUF: float32)")
     p.add_argument(
         "--quantize", choices=METHODS,
@@ -31,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--to-hf", action="store_true", help="write safetensors and config.json that transformers loads")
     p.add_argument("--dry-run", action="store_true", help="print the mapping table and write nothing")
     p.add_argument("--force", action="store_true", help="replace DST if it exists")
+    p.add_argument("--verify", action="store_true", help="compare every array of the converted folder SRC with its checksum")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
     return p
 
@@ -38,9 +40,15 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     from jaxspec.conversion import convert
+    from jaxspec.conversion.store import verify
 
     p = parser()
     args = p.parse_args(arguments)
+    if args.verify:
+        if args.dst is not None:
+            p.error("--verify takes SRC alone, a converted folder")
+        print(f"{args.src}: {verify(Path(args.src).expanduser())} arrays are as they were written")
+        return 0
     if args.dst is None and not args.dry_run:
         p.error("DST is missing")
     folder = convert(

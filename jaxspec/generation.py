@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec import prefill
-from jaxspec.config import SpecConfig
+from jaxspec.config import MAX_PAGE, MAX_PREFILL, SpecConfig
 from jaxspec.drafters import registry
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine import kept
@@ -157,9 +157,9 @@ def open_call(
       The call, and whether there was one prompt, not a list.
     """
     use_compilation_cache()
-    whole_number("page_size", page_size, 1)
+    whole_number("page_size", page_size, 1, MAX_PAGE)
     if prefill_chunk is not None:
-        whole_number("prefill_chunk", prefill_chunk, 1)
+        whole_number("prefill_chunk", prefill_chunk, 1, MAX_PREFILL)
     requests, single = build_requests(params, prompt, **request)
     chosen = Speculation.choose(
         params, draft, algorithm, spec, num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens

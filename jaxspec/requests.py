@@ -45,10 +45,12 @@ def is_list(value: Any) -> bool:
     return isinstance(value, list | tuple | np.ndarray) and getattr(value, "ndim", 1) > 0
 
 
-def whole_number(name: str, value: Any, least: int) -> int:
-    """`value` as an int. Raises ConfigError unless it is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}")
+def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """`value` as an int. Raises ConfigError unless it is a whole number of at least `least` and at most `most`."""
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):
+        bound = "" if most is None else f" and at most {most}"
+        raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}{bound}")
     return int(value)
 
 

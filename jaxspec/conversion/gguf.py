@@ -16,6 +16,7 @@ from jaxspec.conversion.gguf_reader import GGUFReader
 from jaxspec.conversion.hf import fuse_qkv, regroup_qkv
 from jaxspec.conversion.hf_config import yarn_mscale
 from jaxspec.conversion.mapping import COPY, TRANSPOSE, Ignored, Rule, Transform, concatenate, shifted
+from jaxspec.conversion.values import check_config
 from jaxspec.models.layers import rope_frequencies
 
 FREQUENCIES = "rope_freqs.weight"
@@ -321,4 +322,4 @@ def read(file: Path) -> tuple[GGUFReader, ModelConfig]:
         raise ConversionError(
             f"{file}: GGUF architecture {meta.architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
         )
-    return reader, FAMILIES[meta.architecture](meta, reader)
+    return reader, check_config(FAMILIES[meta.architecture](meta, reader), file)

@@ -6,6 +6,7 @@ sizes and dequantisation are the gguf package's.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.conversion.errors import ConversionError, MissingFileError
-from jaxspec.conversion.readers import TensorInfo
+from jaxspec.conversion.errors import ConversionError, MissingFileError, shown
+from jaxspec.conversion.readers import MAX_RANK, TensorInfo, check_apart
+from jaxspec.conversion.values import check_metadata
 
 MAGIC = b"GGUF"
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -56,15 +58,17 @@ class _Cursor:
     def string(self) -> str:
         return self.take(self.scalar("<Q")).decode("utf-8", errors="replace")
 
-    def value(self, kind: int):
+    def value(self, kind: int, depth: int = 4):
         if kind == STRING:
             return self.string()
         if kind == ARRAY:
+            if depth == 0:
+                raise ConversionError(f"{self._file}: metadata nested too deeply at byte {self.at}")
             inner, count = self.scalar("<I"), self.scalar("<Q")
             if inner in SCALARS:
                 form = SCALARS[inner]
                 return np.frombuffer(self.take(count * struct.calcsize(form)), np.dtype(form)).tolist()
-            return [self.value(inner) for _ in range(count)]
+            return [self.value(inner, depth - 1) for _ in range(count)]
         if kind not in SCALARS:
             raise ConversionError(f"{self._file}: unknown metadata type {kind} at byte {self.at}")
         return self.scalar(SCALARS[kind])
@@ -93,13 +97,18 @@ class GGUFReader:
             tensors, keys = cursor.scalar("<Q"), cursor.scalar("<Q")
             for _ in range(keys):
                 key, kind = cursor.string(), cursor.scalar("<I")
+                if key in self.metadata:
+                    raise ConversionError(f"{file}: the metadata key {shown(key)!r} is there twice")
                 self.metadata[key] = cursor.value(kind)
             entries = []
             for _ in range(tensors):
                 name, rank = cursor.string(), cursor.scalar("<I")
+                if rank > MAX_RANK:
+                    raise ConversionError(f"{file}: tensor {shown(name)!r} has {rank} axes, at most {MAX_RANK} are read")
                 shape = tuple(cursor.scalar("<Q") for _ in range(rank))[::-1]
                 entries.append((name, shape, cursor.scalar("<I"), cursor.scalar("<Q")))
-            alignment = int(self.metadata.get("general.alignment", 32))
+            check_metadata(self.metadata, file)
+            alignment = self.metadata.get("general.alignment", 32)
             start = -(-cursor.at // alignment) * alignment
             total = len(data)
         for name, shape, code, offset in entries:
@@ -107,14 +116,20 @@ class GGUFReader:
                 kind = gguf.GGMLQuantizationType(code)
                 block, width = gguf.GGML_QUANT_SIZES[kind]
             except (ValueError, KeyError):
-                raise ConversionError(f"{file}: tensor {name!r} has the unknown quantisation type {code}") from None
-            size = int(np.prod(shape, dtype=np.int64)) // block * width
+                raise ConversionError(f"{file}: tensor {shown(name)!r} has the unknown quantisation type {code}") from None
+            if shape and shape[-1] % block:
+                raise ConversionError(
+                    f"{file}: rows of {shape[-1]} values of tensor {shown(name)!r} are no whole blocks of {block} ({kind.name})"
+                )
+            size = math.prod(shape) // block * width
             if start + offset + size > total:
-                raise ConversionError(f"{file} ends inside tensor {name!r}: it is truncated; download it again")
+                raise ConversionError(f"{file} ends inside tensor {shown(name)!r}: it is truncated; download it again")
             if name in self._stored:
-                raise ConversionError(f"{file}: tensor {name!r} is stored twice")
+                raise ConversionError(f"{file}: tensor {shown(name)!r} is stored twice")
             self._stored[name] = Stored(kind, shape, start + offset, size)
             self.info[name] = TensorInfo(shape, np.dtype(np.float32), file.name)
+
+        check_apart(file, ((t.offset, t.offset + t.size, name) for name, t in self._stored.items()))
 
     def quantization(self, name: str) -> str:
         """The stored type of a tensor: F32, Q4_K …"""

@@ -7,28 +7,26 @@ A value that a file leaves out has the default of the family's configuration cla
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxspec.config import ConfigError, ModelConfig, MoEConfig, RopeConfig
-from jaxspec.conversion.errors import ConversionError, MissingFileError
+from jaxspec.conversion.errors import ConversionError, MissingFileError, shown
 from jaxspec.conversion.tokenizer import TokenizerFiles
+from jaxspec.conversion.values import check_config, checked, parse_json
 
 
 def read_json(file: Path) -> dict:
-    """A JSON object; errors name the file."""
+    """A JSON object whose known keys have values that they can have (`jaxspec.conversion.values`); errors name the file."""
     if not file.exists():
         raise MissingFileError(f"{file} does not exist")
     try:
-        data = json.loads(file.read_text())
-    except ValueError as error:
-        raise ConversionError(f"{file} is not valid JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise ConversionError(f"{file} holds a {type(data).__name__}, expected a JSON object")
-    return data
+        data = file.read_bytes()
+    except OSError as error:
+        raise ConversionError(f"{file} cannot be read ({shown(error)})") from None
+    return checked(parse_json(data, file), file)
 
 
 def published(folder: Path) -> dict | None:
@@ -316,7 +314,7 @@ def parse_config(raw: dict, generation: dict | None = None) -> ModelConfig:
     method = quantization.get("quant_method", "unknown")
     if quantization and not (method == "fp8" and quantization.get("weight_block_size")):
         raise ConversionError(f"the weights are quantised ({method}); convert the unquantised checkpoint or a GGUF file")
-    config = FAMILIES[kind](raw)
+    config = check_config(FAMILIES[kind](checked(raw, "config.json")), "config.json")
     stops = stop_ids((generation or {}).get("eos_token_id"))
     return dataclasses.replace(config, stop_token_ids=union(stops, config.stop_token_ids))
 

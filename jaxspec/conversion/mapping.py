@@ -21,6 +21,8 @@ from jaxspec.conversion.readers import TensorSource
 FLOAT32_LEAVES = frozenset({"correction_bias"})
 """Parameters that stay float32 whatever type the others are converted to: rounding them changes discrete choices."""
 
+PIECE = 1 << 20
+
 
 @dataclass(frozen=True)
 class Transform:
@@ -182,7 +184,8 @@ def cast(path: str, array: np.ndarray, dtype) -> np.ndarray:
         dtype = np.float32
     elif dtype is None or not is_float(array.dtype):
         dtype = array.dtype
-    return np.array(array, dtype, order="C", copy=True)
+    with np.errstate(over="ignore"):  # `check_finite` says which parameter it is
+        return np.array(array, dtype, order="C", copy=True)
 
 
 def is_float(dtype) -> bool:
@@ -201,7 +204,33 @@ def build(rules: Iterable[Rule], tensors: TensorSource, dtype=None) -> Iterator[
     """Streams (path, parameter) in the order of the rules; one parameter is in memory at a time."""
     for rule in rules:
         joined = rule.transform.join([tensors.read(name) for name in rule.sources])
-        yield rule.target, cast(rule.target, joined, dtype)
+        array = cast(rule.target, joined, dtype)
+        check_finite(array, joined, rule)
+        yield rule.target, array
+
+
+def check_finite(array: np.ndarray, joined: np.ndarray, rule: Rule) -> None:
+    """Raises ConversionError when a parameter holds NaN or infinity, and says whether its file or the cast put it there."""
+    if not is_float(array.dtype) or all_finite(array):
+        return
+    if all_finite(joined):
+        raise ConversionError(
+            f"parameter {rule.target} holds values that are too large for {array.dtype}: take dtype=bfloat16 or float32"
+        )
+    raise ConversionError(
+        f"parameter {rule.target} (from {', '.join(rule.sources[:3])}) holds NaN or infinity: its file is damaged"
+    )
+
+
+def all_finite(array: np.ndarray) -> bool:
+    """Whether a floating array holds neither NaN nor infinity; a piece at a time, so that it costs no second array."""
+    if array.dtype.itemsize == 2:  # the exponent's bits are looked at: ml_dtypes' own test is ten times slower
+        mask = np.uint16(0x7C00 if array.dtype == np.float16 else 0x7F80)
+        bits = np.ascontiguousarray(array).reshape(-1).view(np.uint16)
+        return not any(((bits[i : i + PIECE] & mask) == mask).any() for i in range(0, bits.size, PIECE))
+    flat = np.ascontiguousarray(array).reshape(-1)
+    flat = flat if array.dtype in (np.float32, np.float64) else flat.astype(np.float32)
+    return all(np.isfinite(flat[i : i + PIECE]).all() for i in range(0, flat.size, PIECE))
 
 
 def unbuild(rules: Iterable[Rule], parameters: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from jaxspec.conversion import store
 from jaxspec.conversion.errors import ConversionError
 from jaxspec.conversion.export import export_of, write_hf
 from jaxspec.conversion.quantize import check_method
+from jaxspec.conversion.replacing import replacing
 from jaxspec.conversion.sources import Checkpoint, Part, open_checkpoint
 from jaxspec.drafters.kinds import format_of
 
@@ -64,7 +62,7 @@ def convert(
       src: a Hugging Face folder, a GGUF file, a converted folder, a draft head of a known format; or what `jaxspec.load` takes.
       dst: the folder to be written.
       dtype: float32, float16 or bfloat16 for the floating parameters; None keeps the stored type (GGUF: float32).
-      force: replace `dst` if it exists; the old one goes when the new one is complete.
+      force: replace `dst` if it exists; the old one goes when the new one is complete. Never what `src` or `target` need.
       dry_run: print the mapping table and write nothing.
       to_hf: write safetensors and ``config.json`` for transformers instead of a converted folder.
       target: the model that a draft head belongs to, where its format needs to know.
@@ -86,16 +84,17 @@ def convert(
     check_method(quantize)
     if quantize is not None and to_hf:
         raise ConversionError(f"quantize={quantize!r} is for converted folders: published formats (to_hf) hold floats here")
-    path = resolve(src)
+    path, target_path = resolve(src), None if target is None else resolve(target)
     if quantize is not None and store.is_quantized(path):
         raise ConversionError(f"{path} is stored in eight bits already: convert its original to avoid rounding twice")
-    checkpoint = open_checkpoint(path, None if target is None else target_config(resolve(target)))
+    checkpoint = open_checkpoint(path, None if target_path is None else target_config(target_path))
     checkpoint.check()
     if dry_run:
         print(f"{checkpoint.format} {path}")
         print(checkpoint.table(kind))
         return dst
-    with fresh_folder(dst, force, path) as folder:
+    sources = [path] if target_path is None else [path, target_path]
+    with store.writing(dst), replacing(dst, force, sources) as folder:
         if to_hf:
             export_hf(checkpoint, folder, kind, progress)
         else:
@@ -164,32 +163,3 @@ def bar(total: int, progress: bool):
                 shown.update()
 
         yield advance
-
-
-@contextlib.contextmanager
-def fresh_folder(dst: Path, force: bool, src: Path) -> Iterator[Path]:
-    """A temporary folder beside `dst` that becomes `dst` when all went well and vanishes when not."""
-    if dst.exists() and not force:
-        raise ConversionError(f"{dst} exists; pass force=True (--force) to replace it")
-    if dst.exists() and not dst.is_dir():
-        raise ConversionError(f"{dst} is a file, not a folder that could be replaced")
-    if src.absolute() == dst or dst in src.absolute().parents:
-        raise ConversionError(f"{dst} is or holds the source itself; choose another folder")
-    dst.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{dst.name}-", dir=dst.parent))
-    try:
-        yield folder
-        umask = os.umask(0)
-        os.umask(umask)
-        folder.chmod(0o777 & ~umask)  # mkdtemp makes it private
-        if dst.exists():
-            if not force:
-                raise ConversionError(f"{dst} appeared while it was being written")
-            old = Path(tempfile.mkdtemp(prefix=f".{dst.name}-old-", dir=dst.parent))
-            os.rename(dst, old / "folder")
-            os.rename(folder, dst)
-            shutil.rmtree(old)
-        else:
-            os.rename(folder, dst)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
 
-from jaxspec.conversion.errors import ConversionError, MissingFileError
+from jaxspec.conversion.errors import ConversionError, MissingFileError, shown
+from jaxspec.conversion.values import parse_json
 
 SAFETENSORS_DTYPES = {
     "F64": np.dtype(np.float64),
@@ -31,6 +32,11 @@ SAFETENSORS_DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
+
+
+MAX_HEADER = 100_000_000
+"""Bytes; the format's own limit."""
+MAX_NUMBER, MAX_RANK = 1 << 48, 32
 
 
 class TensorInfo(NamedTuple):
@@ -72,7 +78,7 @@ class SafetensorsReader:
 
 def map_tensor(file: Path, offset: int, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     """A read-only memory-mapped array; an empty one needs no map."""
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     if count == 0:
         return np.empty(shape, dtype)
     raw = np.memmap(file, np.uint8, "r", offset=offset, shape=(count * dtype.itemsize,))
@@ -87,54 +93,92 @@ def safetensors_header(file: Path) -> list[tuple[str, np.dtype, tuple[int, ...],
     with open(file, "rb") as stream:
         head = stream.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 2 <= length <= size - 8:
+            raise ConversionError(f"{file} is not a safetensors file (a header of {length} bytes in a file of {size})")
+        if length > MAX_HEADER:
+            raise ConversionError(f"{file} is not a safetensors file (a header of {length} bytes, at most {MAX_HEADER})")
         try:
-            if not 2 <= length <= size - 8:
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(stream.read(length))
-            entries = {k: v for k, v in header.items() if k != "__metadata__"}
-        except (ValueError, AttributeError) as error:
+            header = parse_json(stream.read(length), file)
+        except ConversionError as error:
             raise ConversionError(f"{file} is not a safetensors file ({error})") from None
-    found = []
-    for name, entry in entries.items():
-        try:
-            code, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConversionError(f"{file}: malformed header entry of tensor {name!r} ({error})") from None
-        if code not in SAFETENSORS_DTYPES:
-            raise ConversionError(f"{file}: tensor {name!r} has type {code}; known: {', '.join(SAFETENSORS_DTYPES)}")
+    found, spans = [], []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        code, shape, begin, end = _header_entry(file, name, entry)
         dtype = SAFETENSORS_DTYPES[code]
-        wanted = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if min(shape, default=0) < 0 or begin < 0 or end - begin != wanted:
-            raise ConversionError(f"{file}: tensor {name!r} of shape {shape} needs {wanted} bytes, has {end - begin}")
+        wanted = math.prod(shape) * dtype.itemsize
+        if end - begin != wanted:
+            raise ConversionError(f"{file}: tensor {shown(name)!r} of shape {shape} needs {wanted} bytes, has {end - begin}")
         if 8 + length + end > size:
             raise ConversionError(
-                f"{file}: tensor {name!r} ends at byte {8 + length + end} but the file has {size}: "
+                f"{file}: tensor {shown(name)!r} ends at byte {8 + length + end} but the file has {size}: "
                 "it is truncated; download it again"
             )
+        spans.append((begin, end, name))
         found.append((name, dtype, shape, 8 + length + begin))
+    check_apart(file, spans)
     return found
+
+
+def _header_entry(file: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """Type code, shape and place of one tensor, each of the type that it must have."""
+    keys = ("dtype", "shape", "data_offsets")
+    if not isinstance(entry, dict) or any(key not in entry for key in keys):
+        raise ConversionError(f"{file}: malformed header entry of tensor {shown(name)!r} (it needs {', '.join(keys)})")
+    code, shape, place = (entry[key] for key in keys)
+    if not isinstance(code, str) or code not in SAFETENSORS_DTYPES:
+        raise ConversionError(f"{file}: tensor {shown(name)!r} has type {shown(code)}; known: {', '.join(SAFETENSORS_DTYPES)}")
+    for key, value, most in (("shape", shape, MAX_RANK), ("data_offsets", place, 2)):
+        whole = isinstance(value, list) and len(value) <= most and all(type(n) is int and 0 <= n < MAX_NUMBER for n in value)
+        if not whole or (key == "data_offsets" and len(value) != 2):
+            what = "two whole numbers" if most == 2 else f"at most {most} whole numbers"
+            raise ConversionError(
+                f"{file}: malformed header entry of tensor {shown(name)!r}: {key} is {shown(value)}, expected {what} of at "
+                "least 0"
+            )
+    return code, tuple(shape), *place
+
+
+def check_apart(file: Path, spans: Iterable[tuple[int, int, str]]) -> None:
+    """Raises ConversionError when two tensors (begin, end, name) of one file lie upon each other: one of them is wrong."""
+    before, owner = 0, ""
+    for begin, end, name in sorted(span for span in spans if span[0] < span[1]):
+        if begin < before:
+            raise ConversionError(
+                f"{file}: tensors {shown(owner)!r} and {shown(name)!r} lie upon each other at byte {begin}; download it again"
+            )
+        before, owner = end, name
 
 
 def indexed_files(index: Path) -> list[Path]:
     """The shards that a ``*.index.json`` names; raises for one that is not there."""
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConversionError(f"{index} is not a checkpoint index: no usable 'weight_map' ({error})") from None
+    weight_map = read_weight_map(index)
+    names = sorted(set(weight_map.values()))
     files = [index.parent / name for name in names]
     for name, file in zip(names, files, strict=True):
-        if Path(name).name != name:
-            raise ConversionError(f"{index}: shard {name!r} is not a plain file name")
         if not file.exists():
             wanted = sum(value == name for value in weight_map.values())
             raise MissingFileError(f"{file} does not exist, but {index.name} says that it holds {wanted} tensors")
     return files
 
 
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor → file of a ``*.index.json``; every file is a plain name beside it."""
+    weight_map = parse_json(index.read_bytes(), index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ConversionError(f"{index} is not a checkpoint index: no usable 'weight_map' ({shown(weight_map)})")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str):
+            raise ConversionError(f"{index}: tensor {shown(tensor)!r} is in {shown(name)}, expected a file name")
+        if name in ("", ".", "..") or any(c in name for c in "/\\\0") or len(name) > 255:
+            raise ConversionError(f"{index}: shard {shown(name)!r} is not a plain file name")
+    return weight_map
+
+
 def check_index(index: Path, source: TensorSource) -> None:
     """An index and its shards must name the same tensors in the same files."""
-    weight_map = json.loads(index.read_text())["weight_map"]
+    weight_map = read_weight_map(index)
     for name, file in weight_map.items():
         if name not in source.info or source.info[name].file != file:
             raise ConversionError(f"{index}: tensor {name!r} is said to be in {file}, which does not hold it")

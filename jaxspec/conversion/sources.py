@@ -25,10 +25,11 @@ from jaxspec.conversion import (
     peft,
     store,
 )  # fmt: skip
-from jaxspec.conversion.errors import ConversionError, MissingFileError
+from jaxspec.conversion.errors import ConversionError, MissingFileError, reading
 from jaxspec.conversion.mapping import COPY, Ignored, Rule, build, check, flatten, table
 from jaxspec.conversion.readers import TensorSource, open_tensors
 from jaxspec.conversion.tokenizer import TokenizerFiles
+from jaxspec.conversion.values import check_config
 from jaxspec.drafters.kinds import Source, algorithm_of, formats, imported, shapes_of
 
 
@@ -86,7 +87,8 @@ class Checkpoint:
         """Each tensor used once, each parameter filled once, each shape right (`jaxspec.conversion.mapping.check`)."""
         rules, shapes = self.joined()
         try:
-            check(rules, shapes, self.tensors, self.ignored)
+            with reading(self.source):
+                check(rules, shapes, self.tensors, self.ignored)
         except ConversionError as error:
             raise ConversionError(f"{self.source}: {error}") from None
 
@@ -171,6 +173,7 @@ def draft_recogniser(source: Source) -> Recogniser:
 
     def open_draft(path: Path, target: ModelConfig | None = None) -> Checkpoint:
         config, tensors, rules, ignored = imported(source.open)(path, target)
+        check_config(config, path)
         label = source.label.format(algorithm=algorithm_of(config))
         return Checkpoint(path, label, Part(config, shapes_of(config), tuple(rules)), tensors, tuple(ignored))
 
@@ -205,6 +208,16 @@ def open_checkpoint(path: str | Path, target: ModelConfig | None = None) -> Chec
     path = Path(path).expanduser()
     if not path.exists():
         raise MissingFileError(f"{path} does not exist")
+    try:
+        with reading(path):
+            return _recognised(path, target)
+    except ConversionError as error:
+        if str(path) in str(error):
+            raise
+        raise ConversionError(f"{path}: {error}") from error
+
+
+def _recognised(path: Path, target: ModelConfig | None) -> Checkpoint:
     known = recognisers()
     recogniser = next((r for r in known if not (r.needs_target and target is None) and r.matches(path)), None)
     if recogniser is None:

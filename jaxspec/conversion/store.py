@@ -5,14 +5,18 @@ parameters is written without the tree ever being in memory, and merging the sha
 
     DST/config.json         format version, kind, the configuration, provenance
     DST/params/shard_*      orbax checkpoints
+    DST/params/checksums.json  see `jaxspec.conversion.checksums`
     DST/tokenizer.json …    see `jaxspec.conversion.tokenizer`
     DST/drafts/<name>/      draft heads that came in the same files: converted folders of their own
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,15 +24,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.config import ConfigError
-from jaxspec.conversion.errors import ConversionError, MissingFileError
+from jaxspec.conversion.checksums import SMALL, check_arrays, checksum, read_checksums, write_checksums
+from jaxspec.conversion.errors import ConversionError, MissingFileError, shown
 from jaxspec.conversion.mapping import FLOAT32_LEAVES, flatten, is_float, unflatten
 from jaxspec.conversion.quantize import dequantize, quantized_paths, stored
 from jaxspec.conversion.readers import TensorInfo
+from jaxspec.conversion.values import build_config, parse_json, said
 from jaxspec.drafters.kinds import format_of, formats
 
 FORMAT_VERSION = 1
 SHARD_BYTES = 1 << 27
+MAX_SHARDS = 99999
 
 
 def write_config(folder: Path, config: Any, provenance: Mapping[str, Any], num_shards: int) -> None:
@@ -46,8 +52,8 @@ def write_config(folder: Path, config: Any, provenance: Mapping[str, Any], num_s
 def is_converted(folder: Path) -> bool:
     """Whether a folder was written by `save` and `write_config`."""
     try:
-        return "jaxspec_format" in json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError, TypeError):
+        return "jaxspec_format" in parse_json((folder / "config.json").read_bytes(), folder)
+    except (OSError, ConversionError):
         return False
 
 
@@ -63,22 +69,25 @@ def read_config(folder: Path) -> tuple[Any, dict]:
     Raises ConversionError for another format version, an unknown kind or a damaged file.
     """
     file = folder / "config.json"
-    try:
-        data = json.loads(file.read_text())
-        version, kind, config = data["jaxspec_format"], data["kind"], data["config"]
-    except FileNotFoundError:
-        raise MissingFileError(f"{file} does not exist") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConversionError(f"{file} is not the configuration of a converted folder ({error!r})") from None
+    if not file.exists():
+        raise MissingFileError(f"{file} does not exist")
+    data = parse_json(file.read_bytes(), file)
+    missing = [key for key in ("jaxspec_format", "kind", "config", "num_shards") if key not in data]
+    if missing:
+        raise ConversionError(f"{file} is not the configuration of a converted folder: it lacks {', '.join(missing)}")
+    version, kind, known = data["jaxspec_format"], data["kind"], formats()
     if version != FORMAT_VERSION:
-        raise ConversionError(f"{file} has format version {version}, this jaxspec reads {FORMAT_VERSION}: convert it again")
-    known = formats()
-    if kind not in known:
-        raise ConversionError(f"{file} is of the unknown kind {kind!r}; known: {', '.join(known)}")
-    try:
-        return known[kind].config.from_json(config), data
-    except (ConfigError, TypeError) as error:
-        raise ConversionError(f"{file}: {error}") from None
+        raise ConversionError(
+            f"{file} has format version {said(version)}, this jaxspec reads {FORMAT_VERSION}: convert it again"
+        )
+    if not isinstance(kind, str) or kind not in known:
+        raise ConversionError(f"{file} is of the unknown kind {said(kind)}; known: {', '.join(known)}")
+    count, provenance = data["num_shards"], data.get("provenance", {})
+    if type(count) is not int or not 0 <= count <= MAX_SHARDS:
+        raise ConversionError(f"{file}: num_shards is {said(count)}, expected a whole number from 0 to {MAX_SHARDS}")
+    if not isinstance(provenance, dict):
+        raise ConversionError(f"{file}: provenance is {said(provenance)}, expected an object")
+    return build_config(known[kind].config, data["config"], file), data
 
 
 def _checkpointer():
@@ -103,14 +112,16 @@ def save(
       quantize: "int8" stores large parameters in eight bits (`jaxspec.conversion.quantize`); None stores all as they are.
     """
     shard: dict[str, np.ndarray] = {}
+    sums: dict[str, int] = {}
     count = size = 0
 
     def write():
         nonlocal shard, count, size
         if not shard:
             return
-        with _checkpointer() as checkpointer:
-            checkpointer.save(folder.absolute() / f"shard_{count:05d}", unflatten(shard))
+        goal = folder.absolute() / f"shard_{count:05d}"
+        with writing(goal), _checkpointer() as checkpointer:
+            checkpointer.save(goal, unflatten(shard))
         shard, count, size = {}, count + 1, 0
 
     for pieces in stored(parameters, quantize):
@@ -119,8 +130,23 @@ def save(
             write()
         shard |= pieces
         size += added
+        sums |= {path: checksum(array) for path, array in pieces}
     write()
+    with writing(folder):
+        write_checksums(folder, sums)
     return count
+
+
+@contextlib.contextmanager
+def writing(goal: Path) -> Iterator[None]:
+    """A full disk, however a library reports it, becomes a ConversionError that says so."""
+    try:
+        yield
+    except Exception as error:
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
+        if not full:
+            raise
+        raise ConversionError(f"{goal} cannot be written: the disk is full") from error
 
 
 def write_folder(
@@ -147,10 +173,26 @@ def _shards(folder: Path, num_shards: int) -> Iterator[tuple[Path, dict[str, Any
         path = folder.absolute() / f"shard_{i:05d}"
         if not path.exists():
             raise MissingFileError(f"{path} does not exist: the converted folder is incomplete, convert it again")
-        with _checkpointer() as checkpointer:
+        with _whole(path), _checkpointer() as checkpointer:
             meta = checkpointer.metadata(path)
-        meta = getattr(meta, "item_metadata", meta)
-        yield path, flatten(getattr(meta, "tree", meta))
+            meta = getattr(meta, "item_metadata", meta)
+            infos = flatten(getattr(meta, "tree", meta))
+            if not all(hasattr(info, "shape") and hasattr(info, "dtype") for info in infos.values()):
+                raise ConversionError(f"{path} is damaged (its metadata names no arrays): convert the folder again")
+        yield path, infos
+
+
+@contextlib.contextmanager
+def _whole(shard: Path) -> Iterator[None]:
+    """What orbax stumbles over in a damaged shard becomes a ConversionError that names it."""
+    try:
+        yield
+    except ConversionError:
+        raise
+    except Exception as error:  # orbax and tensorstore raise errors of many kinds
+        raise ConversionError(
+            f"{shard} is damaged ({type(error).__name__}: {shown(error)}): convert the folder again"
+        ) from error
 
 
 def _as_read(infos: Mapping[str, Any]) -> dict[str, TensorInfo]:
@@ -168,7 +210,7 @@ def _as_read(infos: Mapping[str, Any]) -> dict[str, TensorInfo]:
 
 def _restore(shard: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     """{path: array} of a shard, each of the type and at the place that `like` has for it."""
-    with _checkpointer() as checkpointer:
+    with _whole(shard), _checkpointer() as checkpointer:
         return flatten(checkpointer.restore(shard, unflatten(like)))
 
 
@@ -203,20 +245,59 @@ def load(folder: Path, num_shards: int, shapes: Mapping, dtype=None, device: jax
     shards = list(_shards(folder, num_shards))
     check_shapes({path: info for _, infos in shards for path, info in _as_read(infos).items()}, shapes, folder)
     tree: dict[str, Any] = {}
+    sums = read_checksums(folder)
     for shard, infos in shards:
         pairs = quantized_paths(infos)
         halves = {f"{path}/{half}" for path in pairs for half in ("q", "scale")}
-        like: dict[str, Any] = {path: np.empty(infos[path].shape, infos[path].dtype) for path in halves}
+        small = {path for path, info in infos.items() if _bytes(info) <= SMALL} if sums else set()
+        as_stored = halves | small
+        like: dict[str, Any] = {path: np.empty(infos[path].shape, infos[path].dtype) for path in as_stored}
+        wanted = {}
         for path in infos.keys() - halves:
             info = infos[path]
             keep = dtype is None or not is_float(info.dtype) or path.rsplit("/", 1)[-1] in FLOAT32_LEAVES
-            like[path] = jax.ShapeDtypeStruct(info.shape, info.dtype if keep else dtype, sharding=sharding)
+            wanted[path] = info.dtype if keep else dtype
+            if path not in small:
+                like[path] = jax.ShapeDtypeStruct(info.shape, wanted[path], sharding=sharding)
         found = _restore(shard, like)
+        check_arrays(sums, {path: found[path] for path in as_stored}, shard)
+        for path in small - halves:
+            found[path] = jax.device_put(np.asarray(found[path]).astype(wanted[path]), sharding)
         for path in pairs:
             q, scale = (np.asarray(found.pop(f"{path}/{half}")) for half in ("q", "scale"))
             found[path] = jax.device_put(dequantize(q, scale, dtype), sharding)
         tree |= found
     return unflatten({path: tree[path] for path in flatten(shapes)})
+
+
+def _bytes(info: Any) -> int:
+    return math.prod(info.shape) * np.dtype(info.dtype).itemsize
+
+
+def verify(folder: Path) -> int:
+    """Reads every array of a converted folder, heads inside it included, and compares it with its checksum.
+
+    Returns:
+      How many arrays are as they were written.
+
+    Raises:
+      ConversionError: one is not, or the folder was written without checksums.
+    """
+    count = 0
+    for part in (folder, *draft_folders(folder).values()):
+        _, data = read_config(part)
+        sums = read_checksums(part / "params")
+        if not sums:
+            raise ConversionError(f"{part} was written without checksums: convert its original again to have them")
+        seen = set()
+        for shard, infos in _shards(part / "params", data["num_shards"]):
+            found = _restore(shard, {path: np.empty(info.shape, info.dtype) for path, info in infos.items()})
+            check_arrays(sums, found, shard)
+            seen |= found.keys()
+        if lost := sums.keys() - seen:
+            raise ConversionError(f"{part} has lost the parameter {min(lost)}: convert it again")
+        count += len(seen)
+    return count
 
 
 class ConvertedTensors:
@@ -245,6 +326,7 @@ class ConvertedTensors:
             self._loaded = (None, {})
             like = {path: np.empty(info.shape, info.dtype) for path, info in self._stored[shard].items()}
             self._loaded = (shard, _restore(shard, like))
+            check_arrays(read_checksums(shard.parent), self._loaded[1], shard)
         found = self._loaded[1]
         return np.asarray(found[inner]) if inner in found else dequantize(found[f"{inner}/q"], found[f"{inner}/scale"])
 

@@ -16,7 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jaxspec.conversion.errors import ConversionError
+from jaxspec.conversion.errors import ConversionError, reading, shown
+from jaxspec.conversion.values import parse_json, said
 
 FILES = (
     "tokenizer.json",
@@ -55,12 +56,17 @@ class TokenizerFiles:
         entry = self.files.get(name)
         if entry is None:
             return None
-        return entry.read_text(encoding="utf-8") if isinstance(entry, Path) else entry()
+        with reading(entry if isinstance(entry, Path) else name):
+            return entry.read_text(encoding="utf-8") if isinstance(entry, Path) else entry()
 
     def write(self, folder: Path) -> None:
         """Writes all files into `folder`."""
         for name, entry in self.files.items():
-            data = entry.read_bytes() if isinstance(entry, Path) else entry().encode()
+            if isinstance(entry, Path):
+                with reading(entry):
+                    data = entry.read_bytes()
+            else:
+                data = self.text(name).encode()
             (folder / name).write_bytes(data)
 
     def load(self) -> Tokenizer | None:
@@ -80,8 +86,11 @@ class TokenizerFiles:
         if template is None:
             template = self._json("chat_template.json").get("chat_template", config.get("chat_template"))
         if isinstance(template, list):
-            named = {entry.get("name"): entry.get("template") for entry in template}
+            with reading("the list of chat templates"):
+                named = {entry.get("name"): entry.get("template") for entry in template}
             template = named.get("default", next(iter(named.values()), None))
+        if template is not None and not isinstance(template, str):
+            raise ConversionError(f"chat_template is {said(template)}, expected a text or a list of named ones")
         return Tokenizer(text, template, self.special_tokens(), puts_bos=self.puts_bos())
 
     def puts_bos(self) -> bool:
@@ -97,8 +106,8 @@ class TokenizerFiles:
         stands: templates write their own BOS.
         """
         config = self._json("tokenizer_config.json")
-        said = config.get("add_bos_token")
-        return said is True or (said is None and config.get("tokenizer_class") in BOS_BY_DEFAULT)
+        asked, name = config.get("add_bos_token"), config.get("tokenizer_class")
+        return asked is True or (asked is None and isinstance(name, str) and name in BOS_BY_DEFAULT)
 
     def special_tokens(self) -> dict[str, str]:
         """``bos_token`` and the like: what tokenizer_config.json says, else special_tokens_map.json."""
@@ -128,12 +137,10 @@ class TokenizerFiles:
 
     def _json(self, name: str) -> dict:
         text = self.text(name)
-        try:
-            data = json.loads(text) if text is not None else {}
-        except ValueError as error:
-            raise ConversionError(f"{self.files[name]} is not valid JSON ({error})") from None
+        where = entry if isinstance(entry := self.files.get(name), Path) else name
+        data = {} if text is None else parse_json(text, where)
         if not isinstance(data, dict):
-            raise ConversionError(f"{self.files[name]} holds a {type(data).__name__}, expected a JSON object")
+            raise ConversionError(f"{where} holds {said(data)}, expected a JSON object")
         return data
 
     @staticmethod
@@ -175,7 +182,7 @@ class Tokenizer:
         try:
             self.engine = Engine.from_str(definition)
         except Exception as error:
-            raise ConversionError(f"tokenizer.json cannot be read: {error}") from None
+            raise ConversionError(f"tokenizer.json cannot be read: {shown(error)}") from None
         self.engine.no_truncation()
         self.engine.no_padding()
         self.chat_template = chat_template

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 from pathlib import Path
 
 import numpy as np
 
 from jaxspec.conversion.errors import ConversionError
-from jaxspec.conversion.torch_reader import StridedTensor, TensorUnpickler
+from jaxspec.conversion.readers import map_tensor
+from jaxspec.conversion.torch_pickle import StridedTensor, read_pickle
+from jaxspec.conversion.torch_reader import open_archive, storage_offset
 
 
 def read_list(file: Path) -> np.ndarray:
@@ -20,24 +23,16 @@ def read_list(file: Path) -> np.ndarray:
     """
     if not zipfile.is_zipfile(file):
         raise ConversionError(f"{file} is not a zip archive of torch.save (torch 1.6 and later)")
-    with zipfile.ZipFile(file) as archive:
-        pickles = [name for name in archive.namelist() if name.split("/", 1)[-1] == "data.pkl"]
-        if len(pickles) != 1:
-            raise ConversionError(f"{file} is a zip archive without the data.pkl that torch.save writes")
-        try:
-            with archive.open(pickles[0]) as stream:
-                value = TensorUnpickler(stream, file).load()
-            if isinstance(value, StridedTensor):
-                root = pickles[0][: -len("data.pkl")]
-                flat = np.frombuffer(archive.read(f"{root}data/{value.storage.key}"), value.storage.dtype)
-                if flat.size < value.storage.count:
-                    raise ConversionError(f"{file}: a storage of {value.storage.count} elements is cut short to {flat.size}")
-                steps = tuple(s * flat.itemsize for s in value.strides)
-                return np.lib.stride_tricks.as_strided(flat[value.offset :], value.shape, steps).copy()
-        except ConversionError:
-            raise
-        except Exception as error:
-            raise ConversionError(f"{file}: its pickle is damaged ({type(error).__name__}: {error})") from None
-    if not isinstance(value, (list, tuple)) or not all(isinstance(x, int) for x in value):
+    with open_archive(file) as archive:
+        value, root = read_pickle(archive, file)
+        members = {m.filename: m for m in archive.infolist()}
+    if isinstance(value, StridedTensor):
+        storage = value.storage
+        if math.prod(value.shape) > storage.count:
+            raise ConversionError(f"{file}: a tensor of shape {value.shape} over {storage.count} elements repeats some of them")
+        flat = map_tensor(file, storage_offset(file, members, root, storage), storage.dtype, (storage.count,))
+        steps = tuple(s * flat.itemsize for s in value.strides)
+        return np.array(np.lib.stride_tricks.as_strided(flat[value.offset :], value.shape, steps, writeable=False))
+    if not isinstance(value, (list, tuple)) or not all(type(x) is int and abs(x) < 1 << 63 for x in value):
         raise ConversionError(f"{file} holds a {type(value).__name__}, expected a list of whole numbers or a tensor")
-    return np.asarray(value)
+    return np.asarray(value, np.int64)

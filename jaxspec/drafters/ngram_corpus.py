@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxspec.config import ConfigError
 from jaxspec.drafters.ngram_config import NgramConfig
 from jaxspec.drafters.ngram_trie import MatchTree, grow
 
@@ -21,7 +22,7 @@ SEPARATOR = -(2**31)
 """Stands between documents; no token is equal to it, so that no match crosses a border."""
 
 
-class CorpusError(ValueError):
+class CorpusError(ConfigError):
     """An external corpus that cannot be used; the message names the file and the line."""
 
 
@@ -40,6 +41,10 @@ def read_jsonl(path: str | Path) -> Iterator[str]:
                 raise CorpusError(f"{path}, line {number}: not UTF-8 (byte {error.start})") from error
             except json.JSONDecodeError as error:
                 raise CorpusError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from error
+            except (RecursionError, ValueError) as error:  # nested too deeply, or a number of too many digits
+                raise CorpusError(
+                    f"{path}, line {number}: no document ({type(error).__name__}), expected one string"
+                ) from error
             if not isinstance(text, str):
                 raise CorpusError(
                     f'{path}, line {number}: a JSON {type(text).__name__}, but a document is one string ("...") a line'

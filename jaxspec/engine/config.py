@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxspec.config import ConfigError
+from jaxspec.config import MAX_PAGE, MAX_PREFILL, ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,8 @@ class EngineConfig:
             "page_size", "chunked_prefill_size", "prefill_budget", "prefill_decode_interval", "num_continuous_decode_steps"
         ):  # fmt: skip
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+            most = MAX_PAGE if name == "page_size" else MAX_PREFILL
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1 and at most {most}")
         if not 0 < self.mem_fraction_static <= 1:
             raise ConfigError(f"mem_fraction_static={self.mem_fraction_static!r} must be in (0, 1]")

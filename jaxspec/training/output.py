@@ -15,7 +15,8 @@ from jaxspec.config import ConfigError
 from jaxspec.conversion import quantize as storage
 from jaxspec.conversion import store
 from jaxspec.conversion.mapping import flatten, unflatten
-from jaxspec.conversion.pipeline import fresh_folder, parse_dtype
+from jaxspec.conversion.pipeline import parse_dtype
+from jaxspec.conversion.replacing import replacing
 from jaxspec.params import DraftParams, ModelParams
 from jaxspec.training.objective import cast
 
@@ -91,7 +92,7 @@ def write_head(
         raise ConfigError("training was stopped before its end: there is no head to write yet")
     kind = parse_dtype(dtype)
     tree = trained.draft.tree if kind is None else cast(trained.draft.tree, kind)
-    with fresh_folder(out, force, Path(os.devnull)) as folder:
+    with replacing(out, force) as folder:
         provenance = {"format": "trained by jaxspec", "training": trained.about}
         store.write_folder(folder, trained.draft.config, tree, provenance, quantize=quantize)
         write_jsonl(folder / "training.jsonl", trained.curve)

@@ -142,6 +142,8 @@ def test_jsonl_corpus_is_loaded_without_special_tokens(tmp_path):
         ('{"text": "a"}', "line 2: a JSON dict"),
         ("[1]", "line 2: a JSON list"),
         ("7", "line 2: a JSON int"),
+        ("[" * 100_000, "line 2: no document"),
+        ("1" * 10_000, "line 2: no document"),
     ],
 )
 def test_jsonl_errors_name_the_line(tmp_path, line, words):
@@ -158,6 +160,7 @@ def test_jsonl_that_is_not_utf8_is_named(tmp_path):
 def test_corpus_errors(tmp_path):
     history = NgramHistory(NgramConfig(external_corpus_max_tokens=4, external_sam_budget=2))
     encode = lambda text: list(text.encode())  # noqa: E731
+    assert issubclass(CorpusError, ConfigError)
     with pytest.raises(CorpusError, match="is not a file"):
         history.add_corpus(tmp_path / "none.jsonl", encode)
     with pytest.raises(CorpusError, match="empty"):
