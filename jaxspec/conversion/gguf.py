@@ -14,7 +14,7 @@ from jaxspec.conversion import gguf_tokenizer
 from jaxspec.conversion.errors import ConversionError
 from jaxspec.conversion.gguf_reader import GGUFReader
 from jaxspec.conversion.hf import fuse_qkv, regroup_qkv
-from jaxspec.conversion.hf_config import yarn_mscale
+from jaxspec.conversion.hf_config import scaled_context, yarn_mscale
 from jaxspec.conversion.mapping import COPY, TRANSPOSE, Ignored, Rule, Transform, concatenate, shifted
 from jaxspec.conversion.values import check_config
 from jaxspec.models.layers import rope_frequencies
@@ -130,8 +130,12 @@ def base(meta: Metadata, reader: GGUFReader, family: str, architecture: str, **o
     )
     if "rope" not in over:
         values["rope"] = rope(meta, reader, head_dim)
+    values |= over
+    if values.get("rope_local") is None:  # Gemma 3 scales some layers alone and names its whole context
+        original = meta.get("rope.scaling.original_context_length")
+        values["max_positions"] = scaled_context(values["rope"], values["max_positions"], original)
     try:
-        return ModelConfig(**(values | over))
+        return ModelConfig(**values)
     except ConfigError as error:
         raise ConversionError(f"{meta.file}: {error}") from None
 

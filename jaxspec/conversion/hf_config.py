@@ -101,13 +101,30 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
+def scaled_context(rope: RopeConfig, positions: int, original: int | None) -> int:
+    """Positions that a model with a rescaled rope is made for.
+
+    Linear and YaRN scaling stretch what the model was first trained on by their factor. Files name either length as that of
+    the context; it is the stretched one where they name another as the original one. llama3 always names the stretched one.
+
+    Args:
+      rope: of the full-attention layers.
+      positions: what the file gives as the model's context.
+      original: what it gives as the context before scaling, if it does.
+    """
+    stretched = rope.kind not in ("linear", "yarn") or original not in (None, positions)
+    return positions if stretched else int(positions * rope.factor)
+
+
+def rope_parameters(raw: dict, layer_type: str) -> dict:
+    """What a file says about the rope of one kind of layers, in either spelling."""
+    parameters = raw.get("rope_parameters") or {}
+    return parameters.get(layer_type, parameters) or dict(raw.get("rope_scaling") or {})
+
+
 def main_rope(raw: dict, default_theta: float, layer_type: str = "full_attention") -> RopeConfig:
     """The rope of (full-attention) layers, from ``rope_parameters`` or from ``rope_theta`` and ``rope_scaling``."""
-    parameters = raw.get("rope_parameters") or {}
-    if layer_type in parameters:
-        parameters = parameters[layer_type]
-    if not parameters:
-        parameters = dict(raw.get("rope_scaling") or {})
+    parameters = rope_parameters(raw, layer_type)
     theta = float(get(raw, "rope_theta", default_theta))
     return rope_config(parameters, theta, int(get(raw, "max_position_embeddings", 2048)))
 
@@ -155,8 +172,12 @@ def base(raw: dict, family: str, architecture: str, *, theta: float = 10000.0, *
     )
     if "rope" not in over:
         values["rope"] = main_rope(raw, theta)
+    values |= over
+    if values.get("rope_local") is None:  # Gemma 3 scales some layers alone and names its whole context
+        original = rope_parameters(raw, "full_attention").get("original_max_position_embeddings")
+        values["max_positions"] = scaled_context(values["rope"], values["max_positions"], original)
     try:
-        return ModelConfig(**(values | over))
+        return ModelConfig(**values)
     except ConfigError as error:
         raise ConversionError(f"config.json: {error}") from None
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxspec.config import ConfigError, check_ids
 from jaxspec.drafters.ngram_config import NgramConfig
 from jaxspec.drafters.ngram_corpus import Corpus, CorpusError, read_jsonl, tokenize
-from jaxspec.drafters.ngram_lookup import CorpusArrays, HistoryArrays, TrieArrays, export_corpus, export_trie
+from jaxspec.drafters.ngram_lookup import CorpusArrays, HistoryArrays, TrieArrays, export_corpus
+from jaxspec.drafters.ngram_mirror import TrieMirror
 from jaxspec.drafters.ngram_trie import MatchTree, NgramTrie
 
 
@@ -46,6 +47,7 @@ class NgramHistory:
         self.trie = NgramTrie(self.config)
         self.corpora: dict[str, Corpus] = {}
         self._largest = -1  # of the ids that were ever inserted
+        self._mirror = TrieMirror(self.trie)
         self._trie_on_device: tuple[int, TrieArrays] | None = None
         self._corpora_on_device: dict[str, tuple[Corpus, CorpusArrays]] = {}
         if self.config.external_corpus_path is not None:
@@ -106,7 +108,7 @@ class NgramHistory:
     def arrays(self) -> HistoryArrays:
         """The present contents on the device, corpora by id. What has not changed since the last call is the same arrays."""
         if self._trie_on_device is None or self._trie_on_device[0] != self.trie.version:
-            self._trie_on_device = (self.trie.version, jax.tree.map(jnp.asarray, export_trie(self.trie)))
+            self._trie_on_device = (self.trie.version, self._mirror.export())
         there = {}
         for name, corpus in sorted(self.corpora.items()):
             known = self._corpora_on_device.get(name)

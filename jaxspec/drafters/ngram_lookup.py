@@ -18,52 +18,40 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec.drafters.ngram_config import NgramConfig
 from jaxspec.drafters.ngram_corpus import SEPARATOR, Corpus
+from jaxspec.drafters.ngram_hash import FACTORS, bucket, extend, mix
 from jaxspec.drafters.ngram_match import suffix_tokens
-from jaxspec.drafters.ngram_trie import NgramTrie, Node, breadths
+from jaxspec.drafters.ngram_trie import breadths
 from jaxspec.tree import DraftTree, from_parents
 
-FACTORS = (0x9E3779B1, 0x85EBCA77)
-SALTS = (0x27D4EB2F, 0x165667B1)
-PROBES = 4
-
-
-def mix(tokens, word: int):
-    """A hash of single tokens (MurmurHash3's finaliser); takes and gives uint32 arrays of NumPy or jax."""
-    x = tokens + np.uint32(SALTS[word])
-    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
-def extend(path, tokens, word: int):
-    """The hash of a path and one more token."""
-    return path * np.uint32(FACTORS[word]) + mix(tokens.astype(np.uint32), word)
+HOPS = 8
+"""Nodes of a chain that are looked at. With two buckets a node, at most one node in a hundred million stands further back."""
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["key", "check", "node", "token", "share", "child_start", "child_count"],
+    data_fields=["key", "table", "next", "token", "share", "children", "child_count"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class TrieArrays:
-    """A trie of M nodes, read-only and shared by all sequences. Node 0 is the root; children stand next to each other.
+    """A trie of at most M - 1 nodes, read-only and shared by all sequences. Node 0 is the root.
 
     Attributes:
-      key: first word of the nodes' path hashes, ascending.
-      check: second word, in the order of `key`.
-      node: the nodes themselves, in the order of `key`; -1 behind the last one.
+      key: the words of the nodes' path hashes, the second one in front.
+      table: the first node of each of R buckets' chains, 0 where there is none.
+      next: the node behind each one in its chain.
       token: each node's token.
-      share: its frequency over the sum of those of its parent's max_bfs_breadth most frequent children.
-      child_start, child_count: its children, preferred ones first.
+      share: its frequency over the sum of those of its parent's max_bfs_breadth most frequent children here; 0 for BFS.
+      children: the preferred max_bfs_breadth children, preferred ones first.
+      child_count: how many children there are, also beyond these.
     """
 
-    key: UInt32[Array, " M"]
-    check: UInt32[Array, " M"]
-    node: Int[Array, " M"]
+    key: UInt32[Array, "M 2"]
+    table: Int[Array, " R"]
+    next: Int[Array, " M"]
     token: Int[Array, " M"]
     share: Float[Array, " M"]
-    child_start: Int[Array, " M"]
+    children: Int[Array, "M W"]
     child_count: Int[Array, " M"]
 
 
@@ -107,44 +95,6 @@ class Candidates:
     valid: Bool[Array, "B C"]
 
 
-def export_trie(trie: NgramTrie) -> TrieArrays:
-    """A trie's most recently used device_nodes - 1 nodes, as NumPy arrays."""
-    config = trie.config
-    size, wanted = config.device_nodes, set(trie.recent(config.device_nodes - 1))
-    arrays = {name: np.zeros(size, np.int32) for name in ("token", "child_start", "child_count")}
-    share, parent = np.zeros(size, np.float32), np.zeros(size, np.int64)
-    order: list[Node] = [trie.root]
-    levels, done = [0, 1], 0
-    while done < len(order):
-        for index in range(done, len(order)):
-            state = order[index]
-            arrays["child_start"][index] = len(order)
-            best = trie.children(state, max(config.max_bfs_breadth, len(state.children)))
-            total = np.float32(sum(freq for _, _, freq in best[: config.max_bfs_breadth]))
-            for token, child, freq in best:
-                if child in wanted:
-                    arrays["token"][len(order)], parent[len(order)] = token, index
-                    share[len(order)] = np.float32(freq) / total
-                    order.append(child)
-            arrays["child_count"][index] = len(order) - arrays["child_start"][index]
-        done = levels[-1]
-        levels.append(len(order))
-    hashes = np.zeros((2, size), np.uint32)
-    for low, high in zip(levels[1:], levels[2:], strict=False):
-        for word in range(2):
-            hashes[word, low:high] = extend(hashes[word, parent[low:high]], arrays["token"][low:high], word)
-    stored = len(order)
-    by_key = np.argsort(hashes[0, 1:stored], kind="stable") + 1
-    padding = size - by_key.size
-    return TrieArrays(
-        key=np.pad(hashes[0, by_key], (0, padding), constant_values=0xFFFFFFFF),
-        check=np.pad(hashes[1, by_key], (0, padding)),
-        node=np.pad(by_key.astype(np.int32), (0, padding), constant_values=-1),
-        share=share,
-        **arrays,
-    )
-
-
 def export_corpus(corpus: Corpus) -> CorpusArrays:
     """A corpus as NumPy arrays, padded to a power of two; places where a document ends, which nothing follows, are left out."""
     size = corpus.tokens.size
@@ -163,12 +113,12 @@ def find_anchors(trie: TrieArrays, tokens: Int[Array, "B L"], last: Int[Array, "
         power = np.cumprod(np.full(depth, FACTORS[word], np.uint64) % 2**32, dtype=np.uint32)
         power = np.concatenate([np.ones(1, np.uint32), power[:-1]])
         hashes.append(jnp.cumsum(mix(suffix.astype(jnp.uint32), word) * power, axis=1, dtype=jnp.uint32))
-    first = jnp.searchsorted(trie.key, hashes[0])
-    found = jnp.full(first.shape, -1, jnp.int32)
-    for probe in range(PROBES):
-        at = jnp.minimum(first + probe, trie.key.size - 1)
-        hit = (trie.key[at] == hashes[0]) & (trie.check[at] == hashes[1]) & (found < 0)
-        found = jnp.where(hit, trie.node[at], found)
+    node = trie.table[bucket(hashes[0], hashes[1], trie.table.size.bit_length() - 1)]
+    found = jnp.full(node.shape, -1, jnp.int32)
+    for _ in range(HOPS):
+        key = trie.key[node]
+        hit = (key[..., 0] == hashes[1]) & (key[..., 1] == hashes[0]) & (node > 0)
+        found, node = jnp.where(hit, node, found), trie.next[node]
     found = jnp.where(suffix >= 0, found, -1)
     return jnp.where(trie.child_count[jnp.maximum(found, 0)] > 0, found, -1)
 
@@ -188,7 +138,7 @@ def grow_anchors(trie: TrieArrays, anchors: Int[Array, "B D"], config: NgramConf
     slots = jnp.arange(width)
 
     def wait(node, score, allowed):
-        child = trie.child_start[node][..., None] + slots
+        child = trie.children[node]
         there = (slots < jnp.minimum(trie.child_count[node], allowed)[..., None]) & (score >= 0)[..., None]
         child = jnp.where(there, child, 0)
         return child, jnp.where(there, 1.0 if recency else trie.share[child] * score[..., None], -1.0)

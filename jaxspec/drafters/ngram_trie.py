@@ -8,14 +8,15 @@ device does with the same contents is in `ngram_lookup`.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxspec.drafters.ngram_config import NgramConfig
+from jaxspec.drafters.ngram_hash import ngram_keys
+from jaxspec.drafters.ngram_store import MOST, NodeStore
 
 
 class Source(Protocol):
@@ -136,87 +137,102 @@ def _by_frequency(source: Source, anchor: Any, config: NgramConfig) -> Iterator[
         yield parent, token
 
 
-class Node:
-    """An n-gram: the path from the root. `children` is ordered from the least to the most recently used."""
-
-    __slots__ = ("children", "freq", "parent", "token")
-
-    def __init__(self, token: int, parent: Node | None):
-        self.token = token
-        self.parent = parent
-        self.children: dict[int, Node] = {}
-        self.freq = 1
-
-
 class NgramTrie:
-    """All n-grams of up to max_trie_depth tokens of what was inserted, at most `capacity` of them.
+    """All n-grams of up to max_trie_depth tokens of what was inserted, at most `capacity` of them, in arrays.
 
     A full trie forgets its least recently used leaves; a parent is always used after its children, so that the oldest
-    node is a leaf.
+    node is a leaf. A state is the number of a node in `store`.
     """
 
     def __init__(self, config: NgramConfig):
         self.config = config
-        self.root = Node(-1, None)
         self.version = 0
-        self._used: OrderedDict[Node, None] = OrderedDict()
+        self._store = NodeStore(config.capacity)
+        self._waiting: list[np.ndarray] = []
+        self._num_waiting = 0
+        self._family: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def __len__(self) -> int:
         """Stored n-grams."""
-        return len(self._used)
+        return self.store.size
+
+    @property
+    def store(self) -> NodeStore:
+        """The nodes, with everything that was inserted."""
+        if self._waiting:
+            texts, self._waiting, self._num_waiting = self._waiting, [], 0
+            self._take_in(np.concatenate(texts), np.concatenate([np.arange(t.size, 0, -1) for t in texts]))
+        return self._store
 
     def insert(self, tokens: Sequence[int]) -> None:
-        """Stores the n-grams that start at every position of `tokens`."""
-        tokens = [int(t) for t in tokens]
-        depth, used = self.config.max_trie_depth, self._used
-        for start in range(len(tokens)):
-            gram = tokens[start : start + depth]
-            while len(used) + len(gram) > self.config.capacity:
-                self._forget_oldest()
-            node, path = self.root, []
-            for token in gram:
-                children = node.children
-                child = children.pop(token, None)
-                if child is None:
-                    child = Node(token, node)
-                    used[child] = None
-                else:
-                    child.freq += 1
-                children[token] = child
-                path.append(child)
-                node = child
-            for node in reversed(path):
-                used.move_to_end(node)
-        self.version += bool(tokens)
+        """Stores the n-grams that start at every position of `tokens`. Texts wait for each other: many at once cost less."""
+        tokens = np.array(tokens, np.int32).reshape(-1)
+        if tokens.size:
+            self._waiting.append(tokens)
+            self._num_waiting += tokens.size
+            self.version += 1
+        if self._num_waiting * self.config.max_trie_depth >= MOST:
+            _ = self.store
 
-    def _forget_oldest(self) -> None:
-        node, _ = self._used.popitem(last=False)
-        del node.parent.children[node.token]
+    def _take_in(self, tokens: np.ndarray, left: np.ndarray) -> None:
+        """Stores the n-grams of texts, one behind another; `left` tokens of its text stand from each position on."""
+        depth = min(self.config.max_trie_depth, int(left.max()))
+        starts = max(1, min(self.config.capacity, MOST) // depth)
+        for first in range(0, tokens.size, starts):
+            self._use(tokens[first : first + starts + depth - 1], left[first : first + starts], depth)
 
-    def recent(self, count: int) -> list[Node]:
+    def _use(self, tokens: np.ndarray, left: np.ndarray, depth: int) -> None:
+        """Stores the n-grams that start at the positions of `left`, in order; of one start the longest comes first."""
+        keys = ngram_keys(tokens, depth)[: left.size]
+        length = np.broadcast_to(np.arange(depth)[::-1], keys.shape)
+        there = length < left[:, None]
+        length, keys = length[there], keys[:, ::-1][there]
+        place = np.nonzero(there)[0] + length
+        order = np.argsort(keys)
+        differs = np.ones(keys.size, bool)
+        np.not_equal(keys[order[1:]], keys[order[:-1]], out=differs[1:])
+        begin = np.flatnonzero(differs)
+        last = np.maximum.reduceat(order, begin)  # each distinct n-gram's last occurrence
+        counts = np.diff(begin, append=keys.size)
+        group = np.empty(keys.size, np.int64)
+        group[order] = np.cumsum(differs) - 1
+        by_use = np.argsort(last)
+        use = np.empty(by_use.size, np.int32)
+        use[by_use] = np.arange(by_use.size, dtype=np.int32)
+        last = last[by_use]
+        above = use[group[np.minimum(last + 1, keys.size - 1)]]  # the n-gram behind one is the same without its last token
+        self._store.use(keys[last], counts[by_use], tokens[place[last]], np.where(length[last] == 0, -1, above))
+
+    def recent(self, count: int) -> np.ndarray:
         """The most recently used nodes, newest first; with a node its parent is always among them."""
-        return list(islice(reversed(self._used), count))
+        return self.store.recent(count)[0]
 
-    def anchors(self, context: Sequence[int]) -> list[tuple[int, Node]]:
+    def anchors(self, context: Sequence[int]) -> list[tuple[int, int]]:
         """See `Source`."""
-        found = []
-        for depth in range(min(len(context), self.config.max_trie_depth), 0, -1):
-            node = self.root
-            for token in context[len(context) - depth :]:
-                node = node.children.get(int(token))
-                if node is None:
-                    break
-            if node is not None and node.children:
-                found.append((depth, node))
-        return found
+        end = np.asarray(context[-self.config.max_trie_depth :], np.int32)
+        keys = ngram_keys(end, end.size)
+        size = np.arange(end.size)
+        nodes = self.store.find(keys[size, end.size - 1 - size])
+        return [(int(end.size - i), int(nodes[i])) for i in size if nodes[i] and self._children(nodes[i]).size]
 
-    def children(self, state: Node, limit: int) -> list[tuple[int, Node, int]]:
+    def _children(self, state: int) -> np.ndarray:
+        """All nodes below a state. The first call after an insertion sorts all nodes by their parents."""
+        if self._family is None or self._family[0] != self.version:
+            nodes = self.store.nodes()
+            order = np.argsort(self.store.parent[nodes], kind="stable")
+            self._family = (self.version, nodes[order], self.store.parent[nodes[order]])
+        _, nodes, parent = self._family
+        return nodes[np.searchsorted(parent, state) : np.searchsorted(parent, state, "right")]
+
+    def children(self, state: int, limit: int) -> list[tuple[int, int, int]]:
         """See `Source`: the most recent ones for BFS, the most frequent ones (lower token first) for PROB."""
+        store, nodes = self.store, self._children(state)
         if self.config.match_type == "BFS":
-            chosen = islice(reversed(state.children.values()), limit)
+            order = np.argsort(-store.order_of_use(nodes))[:limit]
         else:
-            chosen = heapq.nsmallest(limit, state.children.values(), key=lambda node: (-node.freq, node.token))
-        return [(node.token, node, node.freq) for node in chosen]
+            order = np.lexsort((store.token[nodes], -store.freq[nodes]))[:limit]
+        nodes = nodes[order]
+        return list(zip(store.token[nodes].tolist(), nodes.tolist(), store.freq[nodes].tolist(), strict=True))
 
     def match(self, context: Sequence[int], budget: int) -> MatchTree:
         """The draft tree behind a context; see `grow`."""

@@ -133,6 +133,11 @@ def test_yarn_and_linear_scaling(tmp_path):
     write_gguf("target_qwen2", tmp_path / "m.gguf", metadata=keys | original)
     rope = read(tmp_path / "m.gguf")[1].rope
     assert (rope.kind, rope.factor, rope.original_max_positions) == ("yarn", 4.0, 64) and rope.attention_factor > 1.1
+    assert read(tmp_path / "m.gguf")[1].max_positions == 512
+    linear = {"ARCH.rope.scaling.type": "linear", "ARCH.rope.scaling.factor": 4.0}
+    write_gguf("target_qwen2", tmp_path / "l.gguf", metadata=linear)
+    config = read(tmp_path / "l.gguf")[1]
+    assert (config.rope.kind, config.max_positions) == ("linear", 4 * 512)
     write_gguf("target_qwen2", tmp_path / "n.gguf", metadata=keys)
     with pytest.raises(ConversionError, match="qwen2.rope.scaling.original_context_length is missing"):
         read(tmp_path / "n.gguf")

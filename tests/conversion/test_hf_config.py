@@ -114,6 +114,38 @@ def test_yarn():
     assert rope.attention_factor == pytest.approx(1.1386294361119891)
 
 
+ORIGINAL = {"original_max_position_embeddings": 64}
+CONTEXTS = {  # ``max_position_embeddings``, scaling, the model's context
+    "none": (64, None, 64),
+    "linear": (64, {"rope_type": "linear", "factor": 4.0}, 256),
+    "linear, the other spelling": (64, {"type": "linear", "factor": 2.5}, 160),
+    "linear, already stretched": (256, {"rope_type": "linear", "factor": 4.0} | ORIGINAL, 256),
+    "yarn": (64, {"rope_type": "yarn", "factor": 4.0}, 256),
+    "yarn with its original context": (64, {"rope_type": "yarn", "factor": 4.0} | ORIGINAL, 256),
+    "yarn, already stretched": (256, {"rope_type": "yarn", "factor": 4.0} | ORIGINAL, 256),
+    "yarn, stretched to less": (128, {"type": "yarn", "factor": 4.0} | ORIGINAL, 128),
+    "llama3": (256, {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | ORIGINAL, 256),
+}
+
+
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("positions, scaling, context", CONTEXTS.values(), ids=CONTEXTS.keys())
+def test_context_of_a_scaled_rope(positions, scaling, context, spelling):
+    keys = {"rope_scaling": None, "rope_parameters": None, spelling: scaling, "max_position_embeddings": positions}
+    config = parse_config(changed("target_qwen3", **keys))
+    assert config.max_positions == context
+    assert parse_config(json.loads(json.dumps(model_export(config).config))).max_positions == context
+
+
+def test_context_of_gemma3_is_what_the_file_says():
+    """Its scaling is that of the layers with full attention."""
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    raw = {"model_type": "gemma3_text", "num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 128}
+    config = parse_config(raw | {"rope_scaling": scaling, "max_position_embeddings": 512})
+    assert config.max_positions == 512 and config.rope.factor == 8.0
+    assert parse_config(json.loads(json.dumps(model_export(config).config))).max_positions == 512
+
+
 @pytest.mark.parametrize(
     "keys, message",
     [

@@ -14,6 +14,7 @@ from jaxspec.drafters.ngram_config import NgramConfig
 from jaxspec.drafters.ngram_history import NgramHistory
 from jaxspec.drafters.ngram_lookup import build_tree, find_anchors, grow_anchors, reorder
 from jaxspec.drafters.ngram_match import match_own_tokens
+from jaxspec.drafters.ngram_mirror import TrieMirror
 
 WIDTH = 16
 texts = st.lists(st.lists(st.integers(0, 4), max_size=12), max_size=5)
@@ -99,7 +100,7 @@ def test_own_text_and_trie_share_the_tree(match_type, history_texts, rows):
         elif not anchors or anchors[0][0] <= matched[b]:
             assert tuple(own[b].tolist()) in found
         else:
-            assert anchors[0][1].children.keys() & {path[0] for path in found}
+            assert {token for token, _, _ in history.trie.children(anchors[0][1], 99)} & {path[0] for path in found}
 
 
 def test_without_history_the_tree_is_the_own_chain_alone():
@@ -177,3 +178,44 @@ def test_what_has_not_changed_stays_on_the_device():
     history.add_corpus(["c"], words.__getitem__, "one")
     put_back = history.arrays().corpora
     assert put_back[0].tokens[:2].tolist() == [7, 7] and put_back[1] is first.corpora[1]
+
+
+def device_grams(arrays) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """The preferred children of every n-gram on the device, by path."""
+    found, waiting = {}, [((), 0)]
+    while waiting:
+        path, node = waiting.pop()
+        count = min(int(arrays.child_count[node]), arrays.children.shape[1])
+        children = [int(child) for child in arrays.children[node][:count]]
+        found[path] = tuple(int(arrays.token[child]) for child in children)
+        waiting += [((*path, token), child) for token, child in zip(found[path], children, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("match_type", ["BFS", "PROB"])
+@pytest.mark.parametrize("room", [dict(device_nodes=9), dict(device_nodes=40, capacity=24), dict(device_nodes=40)])
+@settings(max_examples=40, deadline=None)
+@given(calls=st.lists(texts, min_size=2, max_size=5))
+def test_what_is_copied_piece_by_piece_equals_what_is_copied_at_once(match_type, room, calls):
+    """Over evictions in the trie, on the device, in both and in none."""
+    config = config_of(match_type, max_bfs_breadth=3, **room)
+    history, other = NgramHistory(config), NgramHistory(config)
+    for call in calls:
+        for text in call:
+            history.insert(text)
+            other.insert(text)
+            len(other.trie)  # takes the text in at once; those of `history` wait for each other
+        piecewise = jax.device_get(history.arrays().trie)
+    assert device_grams(piecewise) == device_grams(jax.device_get(TrieMirror(history.trie).export()))
+    if "capacity" not in room:  # a full trie's frequencies depend on when it forgot
+        assert device_grams(piecewise) == device_grams(jax.device_get(other.arrays().trie))
+
+
+def test_arrays_of_an_earlier_call_do_not_change():
+    history = NgramHistory(config_of("PROB"))
+    history.insert([1, 2, 3, 1, 2, 4])
+    earlier = history.arrays().trie
+    before = jax.device_get(earlier)
+    history.insert([1, 2, 4, 2, 4, 4])
+    history.arrays()
+    assert all((x == y).all() for x, y in zip(jax.tree.leaves(before), jax.device_get(jax.tree.leaves(earlier)), strict=True))
