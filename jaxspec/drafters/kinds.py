@@ -339,7 +339,7 @@ register(
         "STANDALONE",
         "jaxspec.drafters.standalone:build",
         "jaxspec.drafters.standalone:resolve",
-        draft_help="a smaller model with the same vocabulary (jaxspec.load)",
+        draft_help="a smaller model that shares most of the vocabulary (jaxspec.load)",
         format=MODEL,
         head="standalone",
         training="jaxspec.training.standalone",
