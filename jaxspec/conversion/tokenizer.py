@@ -7,8 +7,6 @@ which takes in the tokenizer's end token when a folder is read (`TokenizerFiles.
 
 from __future__ import annotations
 
-import datetime
-import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jaxspec.conversion.chat_template import ChatTemplate
 from jaxspec.conversion.errors import ConversionError, reading, shown
 from jaxspec.conversion.values import parse_json, said
 
@@ -231,16 +230,12 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise ConversionError("this tokenizer has no chat template: pass text or token ids, or chat=False")
-        import jinja2
-
-        try:
-            return self._template.render(
-                messages=[dict(m) for m in messages],
-                add_generation_prompt=add_generation_prompt,
-                **{**self.special_tokens, "tools": None, "documents": None, **variables},
-            )
-        except jinja2.TemplateError as error:
-            raise ConversionError(f"the chat template refuses these messages: {error}") from None
+        return self._template.render(
+            {
+                **self.special_tokens, "tools": None, "documents": None, **variables,
+                "messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt,
+            }
+        )  # fmt: skip
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
@@ -250,44 +245,11 @@ class Tokenizer:
 
     @cached_property
     def _template(self):
-        return compile_template(self.chat_template)
+        return ChatTemplate(self.chat_template)
 
     def stream(self, skip_special_tokens: bool = True) -> IncrementalDecoder:
         """A decoder for one growing sequence."""
         return IncrementalDecoder(self, skip_special_tokens)
-
-
-def compile_template(source: str):
-    """A chat template in a sandbox, with the helpers that published templates expect."""
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """``{% generation %}`` marks the assistant's words for training; here it is its content."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
-
-    def raise_exception(message):
-        raise jinja2.TemplateError(message)
-
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )  # fmt: skip
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ConversionError(f"the chat template is not valid: {error}") from None
 
 
 class IncrementalDecoder:
