@@ -358,14 +358,12 @@ def test_times_add_up(reference):
             assert stats.tokens_per_second == pytest.approx((stats.completion_tokens - 1) / stats.decode_seconds)
 
 
-def test_vocabularies_must_agree_id_by_id():
+def test_a_draft_that_names_its_tokens_otherwise_is_refused():
     draft = tiny.small_draft()
     other = tiny.CharTokenizer()
-    other.vocab = {**other.vocab, "A": 34, "B": 33}
-    with pytest.raises(ConfigError, match="token 'A' is id 33 for the target and 34 for the draft"):
+    other.vocab = {token: (i + 1) % tiny.VOCAB for token, i in other.vocab.items()}
+    with pytest.raises(ConfigError, match="vocabular"):
         jaxspec.generate(tiny.target(), "HI", draft=jaxspec.ModelParams(draft.tree, draft.config, other))
-    with pytest.raises(ConfigError, match="target has 61 tokens, the draft 50"):
-        jaxspec.generate(tiny.target(), "HI", draft=tiny.target(vocab=50))
 
 
 def test_a_pool_that_does_not_fit_says_what_to_lower(monkeypatch):

@@ -75,7 +75,7 @@ def test_a_folder_with_a_tokenizer(tmp_path):
     convert(folder, tmp_path / "converted", progress=False)
     for source in (folder, tmp_path / "converted"):
         params = jaxspec.load(source)
-        assert params.tokenizer.has_chat_template and params.config.stop_token_ids == (2,)  # not the tokenizer's 0
+        assert params.tokenizer.has_chat_template and params.config.stop_token_ids == (2, 0)  # the model's and the tokenizer's
         assert "with a chat template" in repr(params)
 
 

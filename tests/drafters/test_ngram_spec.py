@@ -18,7 +18,7 @@ def test_a_corpus_in_the_parameters_becomes_a_parameter_of_the_drafter(tmp_path)
     path.write_text(json.dumps("abcd"))
     spec = SpecConfig(options=NgramConfig(external_corpus_path=str(path), external_sam_budget=2))
     spec = registry.resolve("NGRAM", spec, None)
-    target = SimpleNamespace(tokenizer=lambda text: list(text.encode()))
+    target = SimpleNamespace(tokenizer=lambda text: list(text.encode()), config=SimpleNamespace(vocab_size=256))
     drafter, params = ngram.build(target, None, spec)
     assert drafter.num_draft_tokens == 12 and drafter.config.external_corpus_path == str(path)
     assert [corpus.tokens[:4].tolist() for corpus in params.corpora] == [list(b"abcd")]
@@ -29,10 +29,11 @@ def test_a_given_history_brings_its_own_match_parameters_and_contents():
     assert ngram.build(None, None, spec) == (ngram.NgramDrafter(5), None)
     given = NgramHistory(NgramConfig(max_trie_depth=3, device_nodes=64))
     spec = registry.resolve("NGRAM", SpecConfig(num_draft_tokens=5), None, given)
-    drafter, params = ngram.build(None, given, spec)
+    target = SimpleNamespace(tokenizer=None, config=SimpleNamespace(vocab_size=9))
+    drafter, params = ngram.build(target, given, spec)
     assert drafter == ngram.NgramDrafter(5, given.config) and params.trie is given.arrays().trie
     given.insert([1, 2])
-    same, later = ngram.build(None, given, spec)
+    same, later = ngram.build(target, given, spec)
     assert same == drafter and later.trie is not params.trie
 
 
