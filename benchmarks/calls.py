@@ -31,7 +31,7 @@ import jaxspec
 from jaxspec.benchmarking import shapes
 from jaxspec.benchmarking.rounds import Runner, at_context, fill_pools
 from jaxspec.benchmarking.simulated import SimulatedAcceptance
-from jaxspec.engine import device, kept
+from jaxspec.engine import kept, programs
 from jaxspec.engine import rows as table
 from jaxspec.engine.batch import open_batch
 from jaxspec.kvcache import join, split
@@ -204,10 +204,10 @@ class Bench:
             found.allow(1)
             pools, rows = split(found.state)
             args = (found.tree, found.draft_tree)
-            one, _ = compiled(device.rounds_program, *args, pools, rows, program=found.program)
+            one, _ = compiled(programs.rounds_program, *args, pools, rows, program=found.program)
             orders = table.pack_orders(batch, 4 * batch + 4, {}, [], {}, 1)
-            obey, _ = compiled(device.orders_program, rows, orders)
-            report, _ = compiled(device.report_program, rows, window=9, rounds=1)
+            obey, _ = compiled(programs.orders_program, rows, orders)
+            report, _ = compiled(programs.report_program, rows, window=9, rounds=1)
             alone, _ = compiled(alone_program, *args, pools, rows, program=found.program)
             inside, _ = compiled(inside_program, *args, pools, rows, orders, program=found.program)
 

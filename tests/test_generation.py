@@ -379,7 +379,7 @@ def test_a_call_takes_less_than_the_usual_pool_where_that_does_not_fit(monkeypat
     most = 1 << 20
     asked, check = [], runtime.check_memory
     monkeypatch.setattr(runtime, "available_bytes", lambda: most)
-    monkeypatch.setattr("jaxspec.engine.device.check_memory", lambda needed, what: asked.append(needed) or check(needed, what))
+    monkeypatch.setattr("jaxspec.engine.memory.check_memory", lambda needed, what: asked.append(needed) or check(needed, what))
     assert jaxspec.generate(tiny.target(), prompts[0], draft=tiny.small_draft(), max_new_tokens=LENGTH).tokens == expected[0]
     assert [n > most for n in asked] == [True, False]
     kept.forget()

@@ -28,6 +28,8 @@ class EngineConfig:
       disable_radix_cache: never reuse the pages of earlier requests.
       schedule_low_priority_values_first: lower values of `priority` go first.
       random_seed: seeds of requests that name none follow from it; None: they are drawn.
+      warmup: "eager" compiles, before the engine is there, all programs that greedy and sampled requests can come to need;
+        "lazy" each one when a request first needs it.
 
     Raises:
       ConfigError: a value out of its range.
@@ -48,6 +50,7 @@ class EngineConfig:
     disable_radix_cache: bool = False
     schedule_low_priority_values_first: bool = False
     random_seed: int | None = None
+    warmup: str = "lazy"
 
     def __post_init__(self):
         for name in ("max_running_requests", "max_total_tokens", "context_length", "max_queued_requests"):
@@ -63,3 +66,5 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1 and at most {most}")
         if not 0 < self.mem_fraction_static <= 1:
             raise ConfigError(f"mem_fraction_static={self.mem_fraction_static!r} must be in (0, 1]")
+        if self.warmup not in ("eager", "lazy"):
+            raise ConfigError(f"warmup={self.warmup!r} must be 'eager' or 'lazy'")

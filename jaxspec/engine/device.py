@@ -1,163 +1,39 @@
-"""The compiled programs of an engine and the state they work on: the only place that launches anything.
+"""The table of rows on the device: turns launches into programs, the only place that launches anything.
 
-Pools and rows are separate arguments, and only programs that compute with the model see the pools; what joins, leaves or
-moves is rows. Nothing here waits for the device but `Flight.result`.
+Nothing here waits for the device but `Flight.result`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxspec.engine import rows as table
-from jaxspec.engine.messages import Admission, Launch, Limits, Orders, Prefill, Report, RowReport
+from jaxspec.engine.memory import LAUNCHES, Memory, Rehearsal
+from jaxspec.engine.messages import Admission, Block, Launch, Limits, Orders, Prefill, Report, Request, RowReport
+from jaxspec.engine.programs import (
+    admit_program,
+    empty_program,
+    orders_program,
+    prefill_program,
+    put_program,
+    regroup_program,
+    report_program,
+    rounds_program,
+    take_program,
+)
 from jaxspec.engine.rows import Layout
 from jaxspec.fused_attention import Implementation
-from jaxspec.kvcache import LayerKV, init_layers, join, pages_for, split
-from jaxspec.models import decoder
-from jaxspec.round import Program, prefill_step, run_rounds
-from jaxspec.runtime import announced, check_memory, compiled
+from jaxspec.kvcache import pages_for
+from jaxspec.round import Program
+from jaxspec.sampling_params import CLASSES, SamplingParams
 
 ADMISSIONS = (1, 8)
 """Rows that one program of admissions puts into the table."""
-
-
-@partial(jax.jit, static_argnames="program", donate_argnames=("pools", "rows"))
-def rounds_program(params, draft_params, pools, rows, *, program: Program):
-    """Rounds on the table until no row takes part any more."""
-    return split(run_rounds(params, draft_params, join(pools, rows), program=program))
-
-
-@partial(jax.jit, static_argnames=("program", "chunk", "fresh", "ends"), donate_argnames=("pools", "rows"))
-def prefill_program(params, draft_params, pools, rows, continued, *, program: Program, chunk: int, fresh, ends: int):
-    """`round.prefill_step` on rows from `rows.take_blocks`."""
-    with decoder.full_precision(params):
-        return split(prefill_step(program, params, draft_params, join(pools, rows), chunk, fresh, continued, ends))
-
-
-@partial(jax.jit, static_argnames=("layout", "program", "batch", "dtype"))
-def empty_program(draft_params, *, layout: Layout, program: Program, batch: int, dtype: str):
-    """A table of empty rows."""
-    draft = drafter_rows(program, draft_params, layout, batch, dtype)
-    return table.empty_rows(layout, batch, no_pools(program), draft)
-
-
-@partial(jax.jit, static_argnames=("layout", "program", "dtype"), donate_argnames="rows")
-def admit_program(draft_params, rows, mail, *, layout: Layout, program: Program, dtype: str):
-    """`rows.admit`, the drafter's state fresh."""
-    return table.admit(layout, rows, mail, drafter_rows(program, draft_params, layout, mail.shape[0], dtype))
-
-
-@partial(jax.jit, static_argnames=("program", "num_pages", "page_size", "dtype"))
-def pools_program(draft_params, *, program: Program, num_pages: int, page_size: int, dtype: str):
-    """Zeroed pools: the target's, then the drafter's."""
-    c = program.config
-    layers = init_layers(c.num_layers, num_pages, page_size, c.num_kv_heads, c.key_head_dim, c.value_head_dim, dtype)
-    return layers + split(program.drafter.init(draft_params, 1, num_pages, page_size, page_size, dtype))[0]
-
-
-orders_program = jax.jit(table.obey, donate_argnames="rows")
-regroup_program = jax.jit(table.regroup)
-take_program = jax.jit(table.take_blocks)
-put_program = jax.jit(table.put_blocks, donate_argnames="rows")
-report_program = jax.jit(table.report, static_argnames=("window", "rounds"), donate_argnames="rows")
-
-
-def pool_bytes(program: Program, draft_tree: Any, num_pages: int, page_size: int, dtype: str) -> int:
-    """Bytes of pools of that many pages."""
-    static = {"program": program, "num_pages": num_pages, "page_size": page_size, "dtype": dtype}
-    shapes = jax.eval_shape(partial(pools_program, **static), draft_tree)
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
-
-
-def no_pools(program: Program) -> tuple[LayerKV, ...]:
-    """Empty pools in the places of the target's."""
-    return (LayerKV(None, None),) * program.config.num_layers
-
-
-def drafter_rows(program: Program, draft_params: Any, layout: Layout, batch: int, dtype: str) -> Any:
-    """A drafter's state of `batch` fresh rows, with empty pools."""
-    return split(program.drafter.init(draft_params, batch, 1, layout.page_size, layout.max_len, dtype))[1]
-
-
-COMPILERS = 4
-"""Programs that are compiled at once."""
-
-LAUNCHES = threading.RLock()
-"""Held by whoever compiles or launches: a program's first run on a GPU records a graph, during which no other thread may
-launch anything (`cudaErrorStreamCaptureUnjoined`)."""
-
-
-class Memory:
-    """The page pools of a target and a drafter, and the programs that were compiled for them.
-
-    Attributes:
-      tree, draft_tree: the parameters.
-      program: the static half of its programs, of any sampling class.
-      page_size, num_pages: of the pools, the scratch page counted.
-      dtype: the pools' type, that of the target's embedding.
-      pools: the arrays, replaced at each launch; the target's first.
-      compiled: when a program had been compiled (`time.perf_counter`), and the seconds that it took.
-    """
-
-    def __init__(self, tree: Any, draft_tree: Any, program: Program, *, page_size: int, num_pages: int):
-        """Zeroed pools. Raises PoolTooLarge if they do not fit."""
-        self.tree, self.draft_tree, self.program = tree, draft_tree, program
-        self.page_size, self.num_pages = page_size, num_pages
-        self.dtype = str(tree["embedder"]["embedding"].dtype)
-        self.compiled: list[tuple[float, float]] = []
-        self.executables: dict[Any, Any] = {}
-        self.static = {"program": program, "num_pages": num_pages, "page_size": page_size, "dtype": self.dtype}
-        self.bytes = pool_bytes(program, draft_tree, num_pages, page_size, self.dtype)
-        self.pools: tuple[LayerKV, ...] | None = None
-        self.zero()
-
-    def zero(self) -> None:
-        """Zeroed pools in place of what is there."""
-        self.pools = None
-        check_memory(self.bytes, f"{(self.num_pages - 1) * self.page_size} positions in all")
-        with LAUNCHES:
-            self.pools = pools_program(self.draft_tree, **self.static)
-
-    def use(self, draft_tree: Any) -> None:
-        """Takes other parameters of the drafter; programs stay if shapes do."""
-        kind = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (self.draft_tree, draft_tree)]
-        if kind[0] != kind[1]:
-            self.executables.clear()
-        self.draft_tree = draft_tree
-
-    def compile_seconds(self, begin: float, end: float = math.inf) -> float:
-        """Spent on compiling between two readings of `time.perf_counter`."""
-        return sum(seconds for at, seconds in self.compiled if begin <= at <= end)
-
-    def run(self, function, key: Any, *args, **static) -> Any:
-        """Runs a jitted function, compiled once for `key`, which must tell all its shapes and static arguments apart."""
-        program = self.executables.get((function, key))
-        if program is None:
-            program = self.compile([(function, key, args, static)])[0]
-        return program(*args)
-
-    def compile(self, wanted: list[tuple[Any, Any, tuple, dict]]) -> list[Any]:
-        """Compiles what is missing of (function, key, arguments or their shapes, static arguments), all of it at once."""
-        missing = [(f, key, args, static) for f, key, args, static in wanted if (f, key) not in self.executables]
-        if missing:
-            begun = time.perf_counter()
-            with announced([f.__name__ for f, *_ in missing]), ThreadPoolExecutor(COMPILERS) as pool:
-                jobs = [pool.submit(compiled, f, *args, **static) for f, _, args, static in missing]
-                made = [job.result() for job in jobs]
-            self.executables |= {(f, key): program for (f, key, *_), (program, _) in zip(missing, made, strict=True)}
-            if any(seconds for _, seconds in made):
-                now = time.perf_counter()
-                self.compiled.append((now, now - begun))
-        return [self.executables[f, key] for f, key, *_ in wanted]
 
 
 class Flight:
@@ -247,10 +123,10 @@ class Device:
             for prefill in launch.prefills:
                 self._prefill(prefill, launch.sampling_class)
             if launch.prefills:
-                flights.append(self._report("prefill"))
+                flights.append(Flight("prefill", self._report()))
             if launch.rounds:
                 self._rounds(launch.sampling_class)
-                flights.append(self._report("rounds"))
+                flights.append(Flight("rounds", self._report()))
             return flights
 
     def _run(self, function, key: Any, *args, **static) -> Any:
@@ -356,8 +232,40 @@ class Device:
             wanted.append((prefill_program, key, (*common, taken, continued), static))
         memory.compile(wanted)
 
-    def _report(self, kind: str) -> Flight:
+    def _report(self) -> jax.Array:
         most = self.limits.max_accept * min(self.rounds, self.limits.max_len) + 1
         static = {"window": min(most, self.limits.max_len), "rounds": self.rounds}
         self.rows, packed = self._run(report_program, self.rounds, self.rows, **static)
-        return Flight(kind, packed)
+        return packed
+
+    # All programs at once.
+
+    def warm(self, classes: Iterable[str] = CLASSES) -> None:
+        """Compiles all that launches of these sampling classes can ask for: afterwards no launch compiles anything."""
+        rehearsal = Rehearsal(self.memory)
+        Device(rehearsal, self.limits, self.long, self.rounds)._rehearse(tuple(classes))
+        self.memory.compile(list(rehearsal.wanted.values()))
+
+    def _rehearse(self, classes: tuple[str, ...]) -> None:
+        limits, empty = self.limits, Launch(0, 0, None, Orders(), (), (), 0, CLASSES[0])
+        request = Request("", np.zeros(1, np.int32), SamplingParams(seed=0), 1)
+        log = np.zeros(0, np.int32)
+        admission = Admission(0, request, request.ids, [], 0, 1, False, 1, log, log, log, 0, 0)
+        block = Block(limits.buckets[-1], 0, 1)  # of no row: its program is not on the table itself
+        prefills = [Prefill((block,), size) for size in limits.prefill_sizes]
+        prefills += [Prefill((block,), size, long=True) for size in limits.long_sizes]
+        for bucket in limits.buckets:
+            self.rows = None
+            self._arrange(dataclasses.replace(empty, bucket=bucket))
+            for size in (size for size in limits.buckets if size != bucket):
+                rows = self.rows
+                self._arrange(dataclasses.replace(empty, bucket=size, moves=(-1,) * size))
+                self.rows, self.bucket = rows, bucket
+            self._orders(Orders(), self.rounds)
+            for size in ADMISSIONS:
+                self._admit((admission,) * size)
+            self._report()
+            for of_class in classes:
+                for prefill in prefills:
+                    self._prefill(prefill, of_class)
+                self._rounds(of_class)

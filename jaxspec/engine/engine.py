@@ -16,8 +16,10 @@ from jaxspec import prefill
 from jaxspec.config import ConfigError, SpecConfig
 from jaxspec.engine.config import EngineConfig
 from jaxspec.engine.core import Core
-from jaxspec.engine.device import Device, Memory, pool_bytes
+from jaxspec.engine.device import Device
+from jaxspec.engine.memory import Memory
 from jaxspec.engine.messages import Delta, Failed, Limits, QueueFull, Request, SchedulerConfig
+from jaxspec.engine.programs import pool_bytes
 from jaxspec.engine.text import Answer
 from jaxspec.generation import Speculation, StreamChunk
 from jaxspec.kvcache import pages_for
@@ -25,6 +27,7 @@ from jaxspec.plain import plain
 from jaxspec.requests import build_requests, whole_number
 from jaxspec.results import GenerationResult, result_of
 from jaxspec.runtime import available_bytes, total_bytes, use_compilation_cache
+from jaxspec.sampling_params import GREEDY, SAMPLED
 
 RUNNING = {"cpu": 8, "gpu": 64}
 """Requests that run at once unless the settings say otherwise."""
@@ -221,8 +224,11 @@ class Engine:
             num_pages=limits.total_pages + 1,
         )  # fmt: skip
         c = self.config
+        device = Device(self.memory, limits, self._long, c.num_continuous_decode_steps)
+        if c.warmup == "eager":
+            device.warm((GREEDY, SAMPLED))
         self._core = Core(
-            Device(self.memory, limits, self._long, c.num_continuous_decode_steps),
+            device,
             SchedulerConfig(
                 schedule_policy=c.schedule_policy, schedule_conservativeness=c.schedule_conservativeness,
                 prefill_budget=c.prefill_budget, prefill_decode_interval=c.prefill_decode_interval,

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxspec.config import ConfigError
-from jaxspec.engine.device import Memory
+from jaxspec.engine.memory import Memory
 from jaxspec.kvcache import pages_for
 from jaxspec.round import Program
 from jaxspec.runtime import PoolTooLarge

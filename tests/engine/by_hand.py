@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.engine.core import Core
-from jaxspec.engine.device import Device, Memory
+from jaxspec.engine.device import Device
+from jaxspec.engine.memory import Memory
 from jaxspec.engine.messages import Delta, Launch, Limits, Request, SchedulerConfig
 from jaxspec.generation import Speculation
 from jaxspec.kvcache import pages_for

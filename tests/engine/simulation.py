@@ -172,7 +172,7 @@ class Simulation:
                 rids = list(self.alive)
                 self.core.abort(rids[int(rng.integers(len(rids)))])
                 self.core.abort("nobody")
-            before = set(self.alive) if rng.random() < 0.2 else ()
+            before = list(self.alive) if rng.random() < 0.2 else ()
             texts = {rid: self.device.texts[rid] for rid in before}
             self.step(wait=rng.random() < 0.8)
             for rid in before:

@@ -12,7 +12,7 @@ import pytest
 
 import jaxspec
 from jaxspec.engine import kept
-from jaxspec.engine.device import prefill_program, rounds_program
+from jaxspec.engine.programs import prefill_program, rounds_program
 from jaxspec.models.forward import forward
 from tests import tiny
 from tests.engine.cases import SETTINGS, case_of, texts
@@ -50,11 +50,7 @@ def traffic(count: int, seed: int) -> list[dict]:
 
 
 def test_nothing_is_compiled_or_traced_once_the_engine_is_warm(compilations):
-    with open_engine(max_total_tokens=512) as engine:
-        for batch in range(6):  # alone, in pairs, in a crowd
-            handles = [engine.submit(**request) for request in traffic((1, 2, 30)[batch % 3], batch)]
-            for handle in handles:
-                handle.result(120)
+    with open_engine(warmup="eager") as engine:
         known, compiled = set(engine.memory.executables), len(engine.memory.compiled)
         assert compilations
         compilations.clear()
