@@ -56,7 +56,7 @@ class Bench:
         self.args = args
         self.target = shapes.random_model(args.target, args.dtype)
         if args.tokenizer is not None:
-            from jaxspec.conversion.tokenizer import Tokenizer
+            from jaxspec.tokenizer.tokenizer import Tokenizer
 
             self.target.tokenizer = Tokenizer(args.tokenizer.read_text())
         draft = None if args.draft == "none" else shapes.random_draft(args.draft, self.target.config, args.dtype)

@@ -22,14 +22,14 @@ SGLang's S, k and N for num_steps, topk and num_draft_tokens are always spelled 
 
 from jaxspec.config import ConfigError, ModelConfig, SpecConfig
 from jaxspec.conversion import convert
-from jaxspec.drafters.dflash_config import DFlashOptions, DSparkOptions
-from jaxspec.drafters.eagle_config import EagleOptions, PEagleOptions
+from jaxspec.drafters.dflash.config import DFlashOptions, DSparkOptions
+from jaxspec.drafters.eagle.config import EagleOptions, PEagleOptions
 from jaxspec.drafters.kinds import Kind, register
-from jaxspec.drafters.mtp_config import MtpOptions
-from jaxspec.drafters.ngram_config import NgramConfig
-from jaxspec.drafters.ngram_history import NgramHistory
+from jaxspec.drafters.mtp.config import MtpOptions
+from jaxspec.drafters.ngram.config import NgramConfig
+from jaxspec.drafters.ngram.history import NgramHistory
 from jaxspec.drafters.options import DraftOptions
-from jaxspec.drafters.uno_config import UnoOptions
+from jaxspec.drafters.uno.config import UnoOptions
 from jaxspec.engine.config import EngineConfig
 from jaxspec.engine.engine import Engine, EngineStats, EngineStopped, LaunchFailed
 from jaxspec.engine.messages import QueueFull

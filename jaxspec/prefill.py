@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxspec.config import ConfigError, ModelConfig
-from jaxspec.fused_attention import Implementation, serves
+from pallas_kernels.attention.fused import Implementation, serves
 
 BLOCK = {"cpu": 16, "gpu": 64}
 """Prompt positions of a block: a row of a prefill program. A text's blocks stand in one program side by side."""

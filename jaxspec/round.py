@@ -17,14 +17,14 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from jaxspec.config import ModelConfig
 from jaxspec.drafters.base import Drafter, RoundContext, check_tree
-from jaxspec.fused_attention import Implementation
 from jaxspec.kvcache import PagedKVCache, compact
 from jaxspec.models import decoder
 from jaxspec.models.paged import paged_forward
 from jaxspec.pytree import pytree
 from jaxspec.sampling import FULL, SamplingState, process_logits, round_keys
-from jaxspec.tree import DraftTree, root_only
+from jaxspec.trees.tree import DraftTree, root_only
 from jaxspec.verify import Acceptance, Verifier
+from pallas_kernels.attention.fused import Implementation
 
 
 @dataclasses.dataclass(frozen=True)

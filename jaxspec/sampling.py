@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Key, UInt32
 from jaxspec.config import ConfigError
 from jaxspec.pytree import pytree
 from jaxspec.sampling_params import CLASSES, FULL, GREEDY, SamplingParams, sampling_class
-from jaxspec.tree import DraftTree, unpack_bits
+from jaxspec.trees.tree import DraftTree, unpack_bits
 
 FLOOR = -1e30
 """Takes the place of NaN and -inf in raw logits: no mass beside any sound logit, yet above a banned token's -inf, so that

@@ -219,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
 def train_head(args: argparse.Namespace, target, log) -> int:
     """Trains the head that the command line asks for and writes it."""
     from jaxspec.config import ModelConfig
-    from jaxspec.conversion.errors import ConversionError
+    from jaxspec.files.errors import ConversionError
     from jaxspec.training import heads
     from jaxspec.training.loop import TrainOptions, checked_dtype, remove_checkpoints, train
     from jaxspec.training.output import write_head

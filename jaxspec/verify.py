@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Key
 
 from jaxspec.config import ConfigError
 from jaxspec.sampling import SamplingState, coins, probabilities, round_keys
-from jaxspec.tree import DraftTree
+from jaxspec.trees.tree import DraftTree
 
 
 class Acceptance(NamedTuple):

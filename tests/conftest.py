@@ -9,7 +9,7 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-CHECKED = ("jaxspec.sampling", "jaxspec.verify", "jaxspec.tree", "jaxspec.kvcache")
+CHECKED = ("jaxspec.sampling", "jaxspec.verify", "jaxspec.trees.tree", "jaxspec.kvcache")
 
 # Tracing makes objects by the million, none of them in cycles that matter: a fifth of its time went into looking for some.
 gc.freeze()

@@ -8,7 +8,7 @@ import pytest
 
 import jaxspec
 from jaxspec import ConfigError
-from tests.conversion.archives import FIXTURES
+from tests.files.archives import FIXTURES
 
 
 def folder(path, positions: int, scaling=None):

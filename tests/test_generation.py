@@ -12,8 +12,8 @@ import pytest
 import jaxspec
 from jaxspec import prefill, runtime
 from jaxspec.config import ConfigError, SpecConfig
-from jaxspec.drafters.ngram_config import NgramConfig
-from jaxspec.drafters.ngram_history import NgramHistory
+from jaxspec.drafters.ngram.config import NgramConfig
+from jaxspec.drafters.ngram.history import NgramHistory
 from jaxspec.engine import kept
 from jaxspec.engine.device import Device
 from tests import tiny

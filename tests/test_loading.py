@@ -67,7 +67,7 @@ def test_types():
 
 
 def test_a_folder_with_a_tokenizer(tmp_path):
-    from tests.conversion.test_tokenizer import byte_level_meta, definition
+    from tests.tokenizer.test_tokenizer import byte_level_meta, definition
 
     folder = shutil.copytree(QWEN3, tmp_path / "m")
     (folder / "tokenizer.json").write_text(definition(byte_level_meta()))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jaxspec import sampling
 from jaxspec.config import ConfigError
 from jaxspec.sampling import ACCEPT, DRAFT, FINAL, SamplingParams, round_keys, row_keys, sampling_state, tagged
-from jaxspec.tree import from_parents, pack_bits, root_only
+from jaxspec.trees.tree import from_parents, pack_bits, root_only
 
 V = 37
 coins = jax.jit(sampling.coins, static_argnums=1)

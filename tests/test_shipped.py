@@ -17,7 +17,7 @@ from jaxspec.conversion import store
 from jaxspec.conversion.mapping import flatten
 from jaxspec.drafters import registry
 from jaxspec.drafters.measured import Measurement, best, preference, with_measured_tree
-from jaxspec.drafters.mtp_config import MtpConfig
+from jaxspec.drafters.mtp.config import MtpConfig
 from jaxspec.models.decoder import init_params
 from tests.conversion.gguf_files import write_gguf
 from tests.drafters.eagle_cases import FIXTURES

@@ -16,7 +16,7 @@ from jaxspec import ConfigError, SpecConfig, cli
 from jaxspec.drafters import kinds
 from jaxspec.drafters.base import Drafter
 from jaxspec.testing import check_drafter, check_proposal, check_rows
-from jaxspec.tree import chain
+from jaxspec.trees.tree import chain
 from tests import tiny
 from tests.drafters import eagle_cases
 

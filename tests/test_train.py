@@ -154,7 +154,7 @@ def test_a_target_in_float16_is_refused_before_rows_are_written(tmp_path, monkey
 
 def test_a_student_of_any_source_gets_its_tokenizer(tmp_path):
     from tests.conversion.gguf_files import write_gguf
-    from tests.conversion.test_tokenizer import sentencepiece_meta
+    from tests.tokenizer.test_tokenizer import sentencepiece_meta
 
     meta = {k: v for k, v in sentencepiece_meta().items() if "bos_token_id" not in k and "eos_token_id" not in k}
     file = tmp_path / "m.gguf"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxspec import verify
 from jaxspec.config import ConfigError
 from jaxspec.sampling import SamplingParams, row_keys, sampling_state
-from jaxspec.tree import DraftTree, chain, from_parents, root_only
+from jaxspec.trees.tree import DraftTree, chain, from_parents, root_only
 
 NODES, V = 6, 9
 

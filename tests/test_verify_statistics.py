@@ -14,7 +14,7 @@ import pytest
 
 from jaxspec import verify
 from jaxspec.sampling import SamplingParams, coins, round_keys, row_keys, sampling_state
-from jaxspec.tree import DraftTree, chain, from_parents
+from jaxspec.trees.tree import DraftTree, chain, from_parents
 from tests.parity.checks.statistics import p_value
 
 V, LENGTH, ROUNDS, START = 4, 3, 25_000, 1

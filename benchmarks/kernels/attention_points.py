@@ -105,7 +105,7 @@ def gather_and_xla(q, k, v, table, length, visible, positions):
     """What a program without a kernel does: gather the pages, then XLA's attention under a mask."""
     import jax
 
-    from pallas_kernels import reference
+    from pallas_kernels.attention import reference
 
     L = table.shape[1] * k.shape[1]
     mask = reference.visible_slots(length, visible, positions, positions, L, None)
@@ -179,7 +179,7 @@ def default_backend(T: int, L: int, B: int) -> str:
 
     from pallas_kernels import device
 
-    entry = importlib.import_module("pallas_kernels.tree_attention")
+    entry = importlib.import_module("pallas_kernels.attention.api")
     q = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)
     pool = jax.ShapeDtypeStruct((1, 16, K, D), jnp.bfloat16)
     return entry.choose_backend(q, pool, pool, L + 64, device.capability())

@@ -14,7 +14,7 @@ def commit_part(rows: Rows, out: pathlib.Path):
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.kv_commit import kv_compact_layers, kv_write
+    from pallas_kernels.cache.kv_commit import kv_compact_layers, kv_write
 
     layers, S, P = 32, 16, 4096
     make = jax.jit(lambda: [jnp.zeros((P, S, K, D), jnp.bfloat16) for _ in range(2 * layers)])

@@ -1,4 +1,4 @@
-"""Products of a few rows: XLA's against the tilings of `pallas_kernels.skinny_product`, and the table that follows from it.
+"""Products of a few rows: XLA's against the tilings of `pallas_kernels.product.mosaic`, and the table that follows from it.
 
     python benchmarks/kernels/product.py --budget 120 --out DIR                # on the device; again to go on
     python benchmarks/kernels/product.py --table benchmarks/results/h200_products.json   # anywhere: writes the table
@@ -57,7 +57,7 @@ LEAST_GAIN, FEWEST_ROWS = 0.5, 64
 
 def predicted(tiling, rows: int, K: int, N: int) -> float:
     """Seconds of a product, roughly: the slowest of memory, L2 cache, multiprocessor; then partial sums and a fixed cost."""
-    from pallas_kernels.skinny_product import tokens_of
+    from pallas_kernels.product.mosaic import tokens_of
 
     tokens, parts = tokens_of(rows), tiling.parts(K, N)
     units = K // tiling.depth * len(parts)
@@ -75,7 +75,7 @@ def predicted(tiling, rows: int, K: int, N: int) -> float:
 
 def choices(rows: int, K: int, N: int, count: int) -> list:
     """The tilings that promise most, one or two of each width and cluster."""
-    from pallas_kernels.skinny_product import Tiling
+    from pallas_kernels.product.mosaic import Tiling
 
     found = []
     for columns, consumers in ((64, 1), (128, 2), (192, 3), (256, 2)):
@@ -112,7 +112,7 @@ def variants(rows: int, K: int, N: int, count: int) -> list:
     import jax.numpy as jnp
 
     from jaxspec.models.layers import gate_values
-    from pallas_kernels.skinny_product import partial_products, skinny_product
+    from pallas_kernels.product.mosaic import partial_products, skinny_product
     from pallas_kernels.tilings import product_parts
 
     if (K, N) in GATED:

@@ -8,7 +8,7 @@ last is norms, rotary embedding, KV writes, residuals. `head`: the target's. `ac
 `commit`: output, compaction. `extend`: the drafter catches up. `other`: what carries no scope, copies and loop control."""
 
 PRODUCT_KERNEL = "product_kernel"
-"""Scope of `pallas_kernels.skinny_product`, which the compiled program shows as a custom call."""
+"""Scope of `pallas_kernels.product.mosaic`, which the compiled program shows as a custom call."""
 _TOP = {"draft": "draft", "extend": "extend", "commit": "commit", "head": "head", "accept": "accept"}
 
 

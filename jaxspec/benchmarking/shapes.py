@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import ConfigError, ModelConfig, RopeConfig
-from jaxspec.drafters.dflash_config import DFlashConfig
-from jaxspec.drafters.dflash_config import default_taps as dflash_taps
-from jaxspec.drafters.eagle_config import EagleConfig
-from jaxspec.drafters.eagle_config import default_taps as eagle_taps
+from jaxspec.drafters.dflash.config import DFlashConfig
+from jaxspec.drafters.dflash.config import default_taps as dflash_taps
+from jaxspec.drafters.eagle.config import EagleConfig
+from jaxspec.drafters.eagle.config import default_taps as eagle_taps
 from jaxspec.drafters.kinds import KINDS, imported, shapes_of
-from jaxspec.drafters.mtp_config import MtpConfig, mtp_config
-from jaxspec.drafters.uno_config import UnoConfig
+from jaxspec.drafters.mtp.config import MtpConfig, mtp_config
+from jaxspec.drafters.uno.config import UnoConfig
 from jaxspec.models import decoder
 from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.params import DraftParams, ModelParams

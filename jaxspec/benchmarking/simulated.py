@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxspec.config import ConfigError
 from jaxspec.sampling import ACCEPT, SamplingState, round_keys, tagged
-from jaxspec.tree import DraftTree, unpack_bits
+from jaxspec.trees.tree import DraftTree, unpack_bits
 from jaxspec.verify import Acceptance, Verifier
 
 

@@ -1,6 +1,6 @@
 """Back to Hugging Face: the rules run the other way, safetensors are streamed, ``config.json`` is written for transformers.
 
-`CONFIGS` has one small function per family (the inverse of `jaxspec.conversion.hf_config.FAMILIES`); what becomes of a draft
+`CONFIGS` has one small function per family (the inverse of `.targets.hf_config.FAMILIES`); what becomes of a draft
 head, its kind's record says (`jaxspec.drafters.kinds.Format`).
 """
 
@@ -16,19 +16,20 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxspec.config import ModelConfig, RopeConfig
-from jaxspec.conversion import deepseek, hf, peft
-from jaxspec.conversion.dflash_export import export_dflash
-from jaxspec.conversion.eagle_export import export_eagle
-from jaxspec.conversion.errors import ConversionError
+from jaxspec.conversion.drafts import peft
+from jaxspec.conversion.drafts.dflash_export import export_dflash
+from jaxspec.conversion.drafts.eagle_export import export_eagle
+from jaxspec.conversion.drafts.mtp_alone import export_alone
 from jaxspec.conversion.mapping import FLOAT32_LEAVES, Rule, cast, expected_shapes, flatten, is_float, unbuild
-from jaxspec.conversion.mtp_alone import export_alone
-from jaxspec.conversion.readers import SAFETENSORS_DTYPES, TensorSource
-from jaxspec.conversion.tokenizer import TokenizerFiles
-from jaxspec.drafters.dflash_config import DFlashConfig
-from jaxspec.drafters.eagle_config import EagleConfig
+from jaxspec.conversion.targets import deepseek, hf
+from jaxspec.drafters.dflash.config import DFlashConfig
+from jaxspec.drafters.eagle.config import EagleConfig
 from jaxspec.drafters.kinds import format_of, imported
-from jaxspec.drafters.mtp_config import MtpConfig
-from jaxspec.drafters.uno_config import UnoConfig
+from jaxspec.drafters.mtp.config import MtpConfig
+from jaxspec.drafters.uno.config import UnoConfig
+from jaxspec.files.errors import ConversionError
+from jaxspec.files.readers import SAFETENSORS_DTYPES, TensorSource
+from jaxspec.tokenizer.tokenizer import TokenizerFiles
 
 SHARD_BYTES = 5 * 10**9
 CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from jaxspec.conversion.errors import ConversionError
-from jaxspec.conversion.readers import TensorSource
+from jaxspec.files.errors import ConversionError
+from jaxspec.files.readers import TensorSource
 
 FLOAT32_LEAVES = frozenset({"correction_bias"})
 """Parameters that stay float32 whatever type the others are converted to: rounding them changes discrete choices."""

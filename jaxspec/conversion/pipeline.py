@@ -13,12 +13,12 @@ import numpy as np
 
 from jaxspec.config import ModelConfig
 from jaxspec.conversion import store
-from jaxspec.conversion.errors import ConversionError
 from jaxspec.conversion.export import export_of, write_hf
 from jaxspec.conversion.quantize import check_method
-from jaxspec.conversion.replacing import replacing
 from jaxspec.conversion.sources import Checkpoint, Part, open_checkpoint
 from jaxspec.drafters.kinds import format_of
+from jaxspec.files.errors import ConversionError
+from jaxspec.files.replacing import replacing
 
 DTYPES = {
     "float32": np.dtype(np.float32),

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import ml_dtypes
 import numpy as np
 
-from jaxspec.conversion.errors import ConversionError
 from jaxspec.conversion.mapping import FLOAT32_LEAVES, is_float
+from jaxspec.files.errors import ConversionError
 
 METHODS = ("int8",)
 MIN_SIZE = 1024

@@ -14,23 +14,25 @@ from typing import Any
 import numpy as np
 
 from jaxspec.config import ModelConfig
-from jaxspec.conversion import (
-    deepseek,
-    gguf,
-    gguf_reader,
-    gguf_tokenizer,
-    hf,
-    hf_config,
-    mtp,
-    peft,
-    store,
-)  # fmt: skip
-from jaxspec.conversion.errors import ConversionError, MissingFileError, reading
+from jaxspec.conversion import store  # fmt: skip
+from jaxspec.conversion.drafts import (
+    mtp,  # fmt: skip
+    peft,  # fmt: skip
+)
 from jaxspec.conversion.mapping import COPY, Ignored, Rule, build, check, flatten, table
-from jaxspec.conversion.readers import TensorSource, open_tensors
-from jaxspec.conversion.tokenizer import TokenizerFiles
-from jaxspec.conversion.values import check_config
+from jaxspec.conversion.targets import (
+    deepseek,  # fmt: skip
+    gguf,  # fmt: skip
+    gguf_tokenizer,  # fmt: skip
+    hf,  # fmt: skip
+    hf_config,  # fmt: skip
+)
 from jaxspec.drafters.kinds import Source, algorithm_of, formats, imported, shapes_of
+from jaxspec.files import gguf_reader  # fmt: skip
+from jaxspec.files.errors import ConversionError, MissingFileError, reading
+from jaxspec.files.readers import TensorSource, open_tensors
+from jaxspec.files.values import check_config
+from jaxspec.tokenizer.tokenizer import TokenizerFiles
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ parameters is written without the tree ever being in memory, and merging the sha
 
     DST/config.json         format version, kind, the configuration, provenance
     DST/params/shard_*      orbax checkpoints
-    DST/params/checksums.json  see `jaxspec.conversion.checksums`
-    DST/tokenizer.json …    see `jaxspec.conversion.tokenizer`
+    DST/params/checksums.json  see `jaxspec.files.checksums`
+    DST/tokenizer.json …    see `jaxspec.tokenizer.tokenizer`
     DST/drafts/<name>/      draft heads that came in the same files: converted folders of their own
 """
 
@@ -24,13 +24,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.conversion.checksums import SMALL, check_arrays, checksum, read_checksums, write_checksums
-from jaxspec.conversion.errors import ConversionError, MissingFileError, shown
 from jaxspec.conversion.mapping import FLOAT32_LEAVES, flatten, is_float, unflatten
 from jaxspec.conversion.quantize import dequantize, quantized_paths, stored
-from jaxspec.conversion.readers import TensorInfo
-from jaxspec.conversion.values import build_config, parse_json, said
 from jaxspec.drafters.kinds import format_of, formats
+from jaxspec.files.checksums import SMALL, check_arrays, checksum, read_checksums, write_checksums
+from jaxspec.files.errors import ConversionError, MissingFileError, shown
+from jaxspec.files.readers import TensorInfo
+from jaxspec.files.values import build_config, parse_json, said
 
 FORMAT_VERSION = 1
 SHARD_BYTES = 1 << 27

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from jaxspec.config import ConfigError, ModelConfig
-from jaxspec.fused_attention import Implementation
 from jaxspec.kvcache import LayerKV, PagedKVCache
 from jaxspec.pytree import pytree
 from jaxspec.sampling import SamplingState
-from jaxspec.tree import DraftTree, root_only
+from jaxspec.trees.tree import DraftTree, root_only
+from pallas_kernels.attention.fused import Implementation
 
 
 @pytree(static=("config", "fresh"))

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxspec.config import ConfigError, ModelConfig
-from jaxspec.drafters.dflash_config import DFlashConfig, DFlashOptions, DSparkOptions
-from jaxspec.drafters.eagle_config import EagleConfig, EagleOptions, PEagleOptions
-from jaxspec.drafters.mtp_config import MtpConfig, MtpOptions
-from jaxspec.drafters.ngram_config import NgramConfig
+from jaxspec.drafters.dflash.config import DFlashConfig, DFlashOptions, DSparkOptions
+from jaxspec.drafters.eagle.config import EagleConfig, EagleOptions, PEagleOptions
+from jaxspec.drafters.mtp.config import MtpConfig, MtpOptions
+from jaxspec.drafters.ngram.config import NgramConfig
 from jaxspec.drafters.options import DraftOptions
-from jaxspec.drafters.uno_config import UnoConfig, UnoOptions
+from jaxspec.drafters.uno.config import UnoConfig, UnoOptions
 
 TREE = ("num_steps", "topk", "num_draft_tokens")
 VERIFICATIONS = ("target_only", "rejection", "block")
@@ -127,13 +127,13 @@ MODEL = Format("model", ModelConfig, "jaxspec.models.decoder:param_shapes", expo
 EAGLE_HEAD = Format(
     "eagle",
     EagleConfig,
-    "jaxspec.drafters.eagle_model:param_shapes",
+    "jaxspec.drafters.eagle.model:param_shapes",
     sources=(
         Source(
             "EAGLE draft head",
             "{algorithm} draft head",
-            "jaxspec.conversion.eagle:matches",
-            "jaxspec.conversion.eagle:open_eagle",
+            "jaxspec.conversion.drafts.eagle:matches",
+            "jaxspec.conversion.drafts.eagle:open_eagle",
         ),
     ),
     export="jaxspec.conversion.export:eagle_export",
@@ -142,31 +142,36 @@ EAGLE_HEAD = Format(
 MTP_LAYERS = Format(
     "mtp",
     MtpConfig,
-    "jaxspec.drafters.mtp_model:param_shapes",
+    "jaxspec.drafters.mtp.model:param_shapes",
     sources=(
-        Source("MTP draft", "MTP draft", "jaxspec.conversion.mtp_alone:is_alone", "jaxspec.conversion.mtp_alone:open_alone"),
+        Source(
+            "MTP draft",
+            "MTP draft",
+            "jaxspec.conversion.drafts.mtp_alone:is_alone",
+            "jaxspec.conversion.drafts.mtp_alone:open_alone",
+        ),
         Source(
             "Qwen3-Next folder",
             "MTP layer",
-            "jaxspec.conversion.mtp:has_hybrid_mtp",
-            "jaxspec.conversion.mtp:open_hybrid_mtp",
+            "jaxspec.conversion.drafts.mtp:has_hybrid_mtp",
+            "jaxspec.conversion.drafts.mtp:open_hybrid_mtp",
             needs_target=True,
         ),
     ),
     export="jaxspec.conversion.export:mtp_export",
-    within_target="jaxspec.conversion.mtp:export_with_target",
+    within_target="jaxspec.conversion.drafts.mtp:export_with_target",
 )
 
 BLOCK_DRAFT = Format(
     "dflash",
     DFlashConfig,
-    "jaxspec.drafters.dflash_model:param_shapes",
+    "jaxspec.drafters.dflash.model:param_shapes",
     sources=(
         Source(
             "block draft",
             "{algorithm} draft",
-            "jaxspec.conversion.dflash:matches",
-            "jaxspec.conversion.dflash:open_dflash",
+            "jaxspec.conversion.drafts.dflash:matches",
+            "jaxspec.conversion.drafts.dflash:open_dflash",
         ),
     ),
     export="jaxspec.conversion.export:dflash_export",
@@ -175,8 +180,12 @@ BLOCK_DRAFT = Format(
 ADAPTER = Format(
     "uno",
     UnoConfig,
-    "jaxspec.drafters.uno_model:param_shapes",
-    sources=(Source("PEFT adapter", "UNO adapter", "jaxspec.conversion.peft:matches", "jaxspec.conversion.peft:open_peft"),),
+    "jaxspec.drafters.uno.model:param_shapes",
+    sources=(
+        Source(
+            "PEFT adapter", "UNO adapter", "jaxspec.conversion.drafts.peft:matches", "jaxspec.conversion.drafts.peft:open_peft"
+        ),
+    ),
     export="jaxspec.conversion.export:uno_export",
     folder="adapter",
 )
@@ -228,8 +237,8 @@ register(
 register(
     Kind(
         "NGRAM",
-        "jaxspec.drafters.ngram:build",
-        "jaxspec.drafters.ngram:resolve",
+        "jaxspec.drafters.ngram.drafter:build",
+        "jaxspec.drafters.ngram.drafter:resolve",
         options=NgramConfig,
         tree=("num_draft_tokens",),
         tree_help="ngram_max_bfs_breadth sets how wide a tree branches",
@@ -240,8 +249,8 @@ register(
 register(
     Kind(
         "EAGLE",
-        "jaxspec.drafters.eagle:build",
-        "jaxspec.drafters.eagle:resolve",
+        "jaxspec.drafters.eagle.drafter:build",
+        "jaxspec.drafters.eagle.drafter:resolve",
         options=EagleOptions,
         verifications=VERIFICATIONS,
         draft_help="an EAGLE-1/2 head (jaxspec.load_draft)",
@@ -254,8 +263,8 @@ register(
 register(
     Kind(
         "EAGLE3",
-        "jaxspec.drafters.eagle:build",
-        "jaxspec.drafters.eagle:resolve",
+        "jaxspec.drafters.eagle.drafter:build",
+        "jaxspec.drafters.eagle.drafter:resolve",
         options=EagleOptions,
         verifications=VERIFICATIONS,
         draft_help="an EAGLE-3 head (jaxspec.load_draft)",
@@ -268,8 +277,8 @@ register(
 register(
     Kind(
         "PEAGLE",
-        "jaxspec.drafters.peagle:build",
-        "jaxspec.drafters.peagle:resolve",
+        "jaxspec.drafters.eagle.peagle:build",
+        "jaxspec.drafters.eagle.peagle:resolve",
         options=PEagleOptions,
         verifications=VERIFICATIONS,
         draft_help="a parallel EAGLE head (jaxspec.load_draft)",
@@ -279,8 +288,8 @@ register(
 register(
     Kind(
         "NEXTN",
-        "jaxspec.drafters.mtp:build",
-        "jaxspec.drafters.mtp:resolve",
+        "jaxspec.drafters.mtp.drafter:build",
+        "jaxspec.drafters.mtp.drafter:resolve",
         options=MtpOptions,
         verifications=VERIFICATIONS,
         needs_draft=False,
@@ -295,8 +304,8 @@ register(
 register(
     Kind(
         "DFLASH",
-        "jaxspec.drafters.dflash:build",
-        "jaxspec.drafters.dflash:resolve",
+        "jaxspec.drafters.dflash.drafter:build",
+        "jaxspec.drafters.dflash.drafter:resolve",
         options=DFlashOptions,
         verifications=VERIFICATIONS,
         draft_help="a DFlash draft (jaxspec.load_draft)",
@@ -309,8 +318,8 @@ register(
 register(
     Kind(
         "DSPARK",
-        "jaxspec.drafters.dflash:build",
-        "jaxspec.drafters.dflash:resolve",
+        "jaxspec.drafters.dflash.drafter:build",
+        "jaxspec.drafters.dflash.drafter:resolve",
         options=DSparkOptions,
         verifications=VERIFICATIONS,
         draft_help="a DSpark draft (jaxspec.load_draft)",
@@ -323,8 +332,8 @@ register(
 register(
     Kind(
         "UNO",
-        "jaxspec.drafters.uno:build",
-        "jaxspec.drafters.uno:resolve",
+        "jaxspec.drafters.uno.drafter:build",
+        "jaxspec.drafters.uno.drafter:resolve",
         options=UnoOptions,
         verifications=VERIFICATIONS,
         draft_help="a UNO adapter, a PEFT LoRA (jaxspec.load_draft)",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import ConfigError
-from jaxspec.conversion.torch_list import read_list
+from jaxspec.files.torch_list import read_list
 from jaxspec.params import DraftParams
 
 

@@ -27,10 +27,10 @@ from jaxspec.engine.programs import (
     take_program,
 )
 from jaxspec.engine.rows import Layout
-from jaxspec.fused_attention import Implementation
 from jaxspec.kvcache import pages_for
 from jaxspec.round import Program
 from jaxspec.sampling_params import CLASSES, SamplingParams
+from pallas_kernels.attention.fused import Implementation
 
 ADMISSIONS = (1, 8)
 """Rows that one program of admissions puts into the table."""

@@ -20,7 +20,6 @@ from jaxspec.engine.device import Device
 from jaxspec.engine.memory import Memory
 from jaxspec.engine.messages import Delta, Failed, Limits, QueueFull, Request, SchedulerConfig
 from jaxspec.engine.programs import pool_bytes
-from jaxspec.engine.text import Answer
 from jaxspec.generation import Speculation, StreamChunk
 from jaxspec.kvcache import pages_for
 from jaxspec.plain import plain
@@ -28,6 +27,7 @@ from jaxspec.requests import build_requests, whole_number
 from jaxspec.results import GenerationResult, result_of
 from jaxspec.runtime import available_bytes, total_bytes, use_compilation_cache
 from jaxspec.sampling_params import GREEDY, SAMPLED
+from jaxspec.tokenizer.text import Answer
 
 RUNNING = {"cpu": 8, "gpu": 64}
 """Requests that run at once unless the settings say otherwise."""

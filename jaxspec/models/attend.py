@@ -8,16 +8,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxspec.fused_attention import Implementation, causal_rows, serves
 from jaxspec.kvcache import LayerKV, Slots, find_slots, write
 from jaxspec.models.decoder import Attend
 from jaxspec.models.layers import product_and_hidden
-from pallas_kernels import gated_rope_write, groups_queries, rope_write, tree_attention
+from pallas_kernels import groups_queries, tree_attention
+from pallas_kernels.attention.fused import Implementation, causal_rows, serves
+from pallas_kernels.layer import gated_rope_write, rope_write
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttend:
-    """Writes the rows' keys and values at `slots`, then runs `pallas_kernels.tree_attention` (its arguments).
+    """Writes the rows' keys and values at `slots`, then runs `pallas_kernels.attention.api` (its arguments).
 
     `fresh` says that nothing is committed and all T rows stand in causal order, and which implementation attends then: the
     rows' own keys and values are all that there is, and the pages are written but not read. Rows that do not exist stand

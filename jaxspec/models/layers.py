@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ModelConfig, RopeConfig
-from pallas_kernels import add_norm, device, lora_shrink
-from pallas_kernels import gated_lora as kernels
-from pallas_kernels.product import gated_product, product, product_in_parts
+from pallas_kernels import device
+from pallas_kernels.layer import add_norm
+from pallas_kernels.lora import gated as kernels
+from pallas_kernels.lora import shrink as lora_shrink
+from pallas_kernels.product.api import gated_product, product, product_in_parts
 from pallas_kernels.tilings import product_parts
 
 
@@ -20,7 +22,7 @@ def dense(x: Float[Array, "*R I"], layer: dict, dtype=None) -> Float[Array, "*R 
     """x @ kernel + bias: the one place through which every product with a weight goes.
 
     ``kernel`` is an array [in, out] or a pair {"q": int8 [in, out], "scale": [out]}. ``lora`` holds the arguments of
-    `gated_lora`; only a draft pass puts it there (`jaxspec.drafters.uno_model.adapted`). The result is of `dtype`,
+    `gated_lora`; only a draft pass puts it there (`jaxspec.drafters.uno.model.adapted`). The result is of `dtype`,
     None for the type of x.
     """
     if "lora" in layer:

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec.config import ModelConfig
-from jaxspec.fused_attention import Implementation
 from jaxspec.kvcache import LayerKV
 from jaxspec.models import decoder
 from jaxspec.models.attend import PagedAttend
-from jaxspec.tree import num_words
+from jaxspec.trees.tree import num_words
 from pallas_kernels import device
+from pallas_kernels.attention.fused import Implementation
 
 
 def paged_forward(
@@ -42,7 +42,7 @@ def paged_forward(
       valid: rows that exist; the others write nothing and their output means nothing.
       inflight_positions: positions of all M >= T entries behind `base`, the rows being the last T of them, -1 for
         entries that do not exist; None when the rows are the only ones.
-      visible: see `pallas_kernels.tree_attention`; None for causal order.
+      visible: see `pallas_kernels.attention.api`; None for causal order.
       taps: see `decoder.decode`.
       fresh: see `PagedAttend`; for causal rows alone, behind no committed ones.
       rows: see `decoder.decode`.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxspec.fused_attention import causal_rows, works
+from pallas_kernels.attention.fused import causal_rows, works
 
 CHUNK = 256
 """Queries whose scores are in memory at a time; keys behind a chunk are never touched (a third of the work for 768)."""

@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ConfigError, ModelConfig
-from jaxspec.drafters import dflash_model
-from jaxspec.drafters.dflash_config import DFlashConfig
+from jaxspec.drafters.dflash import model as dflash_model
+from jaxspec.drafters.dflash.config import DFlashConfig
 from jaxspec.training import initial
 from jaxspec.training.blocks import block_attend, sample_anchors, take
 from jaxspec.training.eagle3 import head_columns, target_choices

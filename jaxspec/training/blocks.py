@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxspec.fused_attention import apart, warn_of_cudnn
 from jaxspec.models.decoder import Attend
 from jaxspec.training.attention import suits_cudnn
+from pallas_kernels.attention.fused import apart, warn_of_cudnn
 
 
 def sample_anchors(key: PRNGKeyArray, allowed: Bool[Array, "B T"], count: int) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:

@@ -13,9 +13,9 @@ from typing import Any
 from jaxspec.benchmarking import accept_report
 from jaxspec.config import ModelConfig
 from jaxspec.conversion import store
-from jaxspec.conversion.errors import ConversionError
 from jaxspec.conversion.mapping import flatten
 from jaxspec.drafters.kinds import shapes_of
+from jaxspec.files.errors import ConversionError
 
 CURVE_POINTS = 12
 CARD = "README.md"

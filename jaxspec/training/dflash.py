@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ConfigError, ModelConfig
-from jaxspec.drafters import dflash_model
+from jaxspec.drafters.dflash import model as dflash_model
 from jaxspec.models import decoder
 from jaxspec.training import block_draft
 from jaxspec.training.block_draft import BlockDraftObjective

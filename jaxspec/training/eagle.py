@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import ConfigError, ModelConfig
-from jaxspec.drafters import eagle_model
-from jaxspec.drafters.eagle_config import EagleConfig
+from jaxspec.drafters.eagle import model as eagle_model
+from jaxspec.drafters.eagle.config import EagleConfig
 from jaxspec.models import decoder
 from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.training import initial

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ConfigError, ModelConfig
-from jaxspec.drafters import eagle_model
-from jaxspec.drafters.eagle_config import EagleConfig, default_taps
+from jaxspec.drafters.eagle import model as eagle_model
+from jaxspec.drafters.eagle.config import EagleConfig, default_taps
 from jaxspec.models import decoder
 from jaxspec.training import initial
 from jaxspec.training.attention import unrolled_attend

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import ConfigError, ModelConfig
-from jaxspec.drafters import mtp_model
-from jaxspec.drafters.mtp_config import MtpConfig, mtp_config
+from jaxspec.drafters.mtp import model as mtp_model
+from jaxspec.drafters.mtp.config import MtpConfig, mtp_config
 from jaxspec.models import decoder
 from jaxspec.training import initial
 from jaxspec.training.attention import unrolled_attend

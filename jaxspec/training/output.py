@@ -16,7 +16,7 @@ from jaxspec.conversion import quantize as storage
 from jaxspec.conversion import store
 from jaxspec.conversion.mapping import flatten, unflatten
 from jaxspec.conversion.pipeline import parse_dtype
-from jaxspec.conversion.replacing import replacing
+from jaxspec.files.replacing import replacing
 from jaxspec.params import DraftParams, ModelParams
 from jaxspec.training.objective import cast
 

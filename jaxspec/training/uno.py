@@ -18,10 +18,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import ConfigError, ModelConfig
-from jaxspec.conversion import hf
-from jaxspec.conversion.peft import blocks_of, columns_of
-from jaxspec.drafters import uno_model
-from jaxspec.drafters.uno_config import MODULES, PRODUCTS, UnoConfig
+from jaxspec.conversion.drafts.peft import blocks_of, columns_of
+from jaxspec.conversion.targets import hf
+from jaxspec.drafters.uno import model as uno_model
+from jaxspec.drafters.uno.config import MODULES, PRODUCTS, UnoConfig
 from jaxspec.models import decoder
 from jaxspec.models.layers import rms_norm
 from jaxspec.training.blocks import block_attend, sample_anchors, take

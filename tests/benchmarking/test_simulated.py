@@ -12,7 +12,7 @@ import pytest
 from jaxspec.benchmarking.simulated import SimulatedAcceptance
 from jaxspec.config import ConfigError
 from jaxspec.sampling import SamplingParams, row_keys, sampling_state
-from jaxspec.tree import chain, from_parents, root_only
+from jaxspec.trees.tree import chain, from_parents, root_only
 from jaxspec.verify import Verifier
 
 VOCAB = 16

@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from tests.conversion.archives import FIXTURES, read_all
+from tests.files.archives import FIXTURES, read_all
 
 ARCHITECTURES = {
     "llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "qwen3_moe": "QWEN3MOE", "phi3": "PHI3", "gemma2": "GEMMA2",

@@ -17,7 +17,7 @@ from jaxspec.config import ConfigError
 from jaxspec.conversion import ConversionError, MissingFileError, convert, store
 from jaxspec.conversion.mapping import flatten
 from jaxspec.drafters import kinds
-from tests.conversion.archives import FIXTURES, read_all, save_safetensors, save_torch
+from tests.files.archives import FIXTURES, read_all, save_safetensors, save_torch
 
 FAMILIES = ["target_llama_tied", "target_mistral", "target_qwen2", "target_qwen3", "target_qwen3_moe", "target_phi3",
             "target_gemma2", "target_gemma3"]  # fmt: skip
@@ -89,8 +89,8 @@ def test_memory_follows_the_shard_not_the_model(tmp_path, monkeypatch):
 
     from jaxspec.config import ModelConfig
     from jaxspec.conversion.export import model_export
-    from jaxspec.conversion.hf import model_rules
     from jaxspec.conversion.mapping import expected_shapes
+    from jaxspec.conversion.targets.hf import model_rules
     from jaxspec.models.decoder import param_shapes
 
     config = ModelConfig(

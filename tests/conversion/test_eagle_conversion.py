@@ -14,8 +14,8 @@ from jaxspec import ConfigError, generate, load_draft
 from jaxspec.conversion import ConversionError, convert
 from jaxspec.conversion.export import write_safetensors
 from jaxspec.conversion.pipeline import target_config
-from jaxspec.conversion.readers import open_tensors
-from jaxspec.drafters.eagle_config import EagleConfig
+from jaxspec.drafters.eagle.config import EagleConfig
+from jaxspec.files.readers import open_tensors
 from tests.drafters.eagle_cases import trained
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"

@@ -15,14 +15,14 @@ import pytest
 
 from jaxspec.config import ConfigError
 from jaxspec.conversion import convert
-from jaxspec.conversion.gguf_tokenizer import definition
 from jaxspec.conversion.sources import open_checkpoint
-from jaxspec.conversion.tokenizer import TokenizerFiles
-from jaxspec.conversion.torch_list import read_list
-from tests.conversion.archives import FIXTURES, push, read_all, save_torch
+from jaxspec.conversion.targets.gguf_tokenizer import definition
+from jaxspec.files.torch_list import read_list
+from jaxspec.tokenizer.tokenizer import TokenizerFiles
 from tests.conversion.gguf_files import write_gguf
-from tests.conversion.test_tokenizer import byte_level_meta
-from tests.conversion.test_torch_pickle import packed
+from tests.files.archives import FIXTURES, push, read_all, save_torch
+from tests.files.test_torch_pickle import packed
+from tests.tokenizer.test_tokenizer import byte_level_meta
 
 SECONDS, BYTES = 3, 1 << 28
 """What one file may cost, of some 100 kB."""

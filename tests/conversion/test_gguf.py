@@ -10,12 +10,12 @@ import pytest
 import jaxspec
 from jaxspec.config import RopeConfig
 from jaxspec.conversion import ConversionError, MissingFileError, convert
-from jaxspec.conversion.gguf import read
-from jaxspec.conversion.gguf_reader import GGUFReader
 from jaxspec.conversion.mapping import flatten
+from jaxspec.conversion.targets.gguf import read
+from jaxspec.files.gguf_reader import GGUFReader
 from jaxspec.models.layers import rope_frequencies
-from tests.conversion.archives import FIXTURES
 from tests.conversion.gguf_files import write_gguf
+from tests.files.archives import FIXTURES
 
 
 def tree_of(source):

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from jaxspec.config import RopeConfig
-from jaxspec.conversion.errors import ConversionError, MissingFileError
 from jaxspec.conversion.export import model_export
-from jaxspec.conversion.hf_config import parse_config, read_config
-from tests.conversion.archives import FIXTURES
+from jaxspec.conversion.targets.hf_config import parse_config, read_config
+from jaxspec.files.errors import ConversionError, MissingFileError
+from tests.files.archives import FIXTURES
 
 TARGETS = sorted(path.parent.name for path in FIXTURES.glob("target_*/config.json"))
 EXPORTED = [name for name in TARGETS if "deepseek" not in name]

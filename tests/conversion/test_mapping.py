@@ -9,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.config import ModelConfig
-from jaxspec.conversion import gguf, hf
-from jaxspec.conversion.errors import ConversionError
 from jaxspec.conversion.mapping import (
     COPY,
     TRANSPOSE,
@@ -28,7 +26,9 @@ from jaxspec.conversion.mapping import (
     unbuild,
     unflatten,
 )  # fmt: skip
-from jaxspec.conversion.readers import TensorInfo
+from jaxspec.conversion.targets import gguf, hf
+from jaxspec.files.errors import ConversionError
+from jaxspec.files.readers import TensorInfo
 
 
 class Tensors:

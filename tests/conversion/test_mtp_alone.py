@@ -11,13 +11,14 @@ import pytest
 
 from jaxspec import load, load_draft
 from jaxspec.config import ConfigError
-from jaxspec.conversion import ConversionError, convert, mtp_alone, store
+from jaxspec.conversion import ConversionError, convert, store
+from jaxspec.conversion.drafts import mtp_alone
 from jaxspec.conversion.export import write_safetensors
 from jaxspec.conversion.mapping import flatten
 from jaxspec.conversion.pipeline import write_converted
-from jaxspec.conversion.readers import open_tensors
 from jaxspec.conversion.sources import Checkpoint, open_checkpoint
-from jaxspec.drafters.mtp_config import mtp_config
+from jaxspec.drafters.mtp.config import mtp_config
+from jaxspec.files.readers import open_tensors
 from jaxspec.training import mtp as training
 from tests import tiny
 

@@ -8,12 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxspec.conversion import ConversionError, convert, mtp
-from jaxspec.conversion.deepseek import DequantizedTensors, deepseek_v2, deepseek_v3, dequantized
+from jaxspec.conversion import ConversionError, convert
+from jaxspec.conversion.drafts import mtp
 from jaxspec.conversion.export import write_safetensors
-from jaxspec.conversion.readers import TensorInfo, open_tensors
 from jaxspec.conversion.sources import open_checkpoint
-from jaxspec.drafters.mtp_config import MtpConfig
+from jaxspec.conversion.targets.deepseek import DequantizedTensors, deepseek_v2, deepseek_v3, dequantized
+from jaxspec.drafters.mtp.config import MtpConfig
+from jaxspec.files.readers import TensorInfo, open_tensors
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 

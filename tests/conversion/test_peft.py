@@ -14,8 +14,8 @@ from jaxspec import ConfigError, DraftParams, generate, load, load_draft
 from jaxspec.conversion import ConversionError, convert
 from jaxspec.conversion.export import write_safetensors
 from jaxspec.conversion.pipeline import target_config
-from jaxspec.conversion.readers import open_tensors
-from jaxspec.drafters.uno_config import MODULES, UnoConfig
+from jaxspec.drafters.uno.config import MODULES, UnoConfig
+from jaxspec.files.readers import open_tensors
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 ADAPTER, TARGET = FIXTURES / "draft_uno_qwen3", FIXTURES / "target_qwen3"

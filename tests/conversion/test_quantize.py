@@ -15,13 +15,15 @@ import jaxspec
 from jaxspec.conversion import ConversionError, convert, store
 from jaxspec.conversion.mapping import flatten
 from jaxspec.conversion.quantize import dequantize, is_quantized, quantize, quantized_paths
-from jaxspec.drafters import dflash_model, eagle_model, uno_model
-from jaxspec.drafters.dflash_config import DFlashConfig
-from jaxspec.drafters.eagle_config import EagleConfig
-from jaxspec.drafters.uno_config import UnoConfig
+from jaxspec.drafters.dflash import model as dflash_model
+from jaxspec.drafters.dflash.config import DFlashConfig
+from jaxspec.drafters.eagle import model as eagle_model
+from jaxspec.drafters.eagle.config import EagleConfig
+from jaxspec.drafters.uno import model as uno_model
+from jaxspec.drafters.uno.config import UnoConfig
 from jaxspec.params import DraftParams
-from tests.conversion.archives import FIXTURES, read_all
 from tests.drafters.eagle_cases import random_head
+from tests.files.archives import FIXTURES, read_all
 
 
 @settings(deadline=None, max_examples=30)

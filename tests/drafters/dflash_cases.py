@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxspec import DraftParams, ModelParams, load, load_draft
 from jaxspec.config import ModelConfig
-from jaxspec.drafters import dflash_model
-from jaxspec.drafters.dflash_config import DFlashConfig
+from jaxspec.drafters.dflash import model as dflash_model
+from jaxspec.drafters.dflash.config import DFlashConfig
 from tests.drafters.eagle_cases import tiny_target
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"

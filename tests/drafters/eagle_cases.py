@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxspec import ModelParams, load, load_draft
 from jaxspec.config import ModelConfig
-from jaxspec.drafters import eagle_model
-from jaxspec.drafters.eagle_config import EagleConfig
+from jaxspec.drafters.eagle import model as eagle_model
+from jaxspec.drafters.eagle.config import EagleConfig
 from jaxspec.loading import DraftParams
 from jaxspec.models import decoder
 from jaxspec.models.decoder import FINAL_NORM

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxspec import ModelParams, load
 from jaxspec.config import ModelConfig, MoEConfig, RopeConfig
-from jaxspec.drafters import mtp_model
-from jaxspec.drafters.mtp_config import MtpConfig, mtp_config
+from jaxspec.drafters.mtp import model as mtp_model
+from jaxspec.drafters.mtp.config import MtpConfig, mtp_config
 from jaxspec.loading import DraftParams
 from jaxspec.models import decoder
 

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from jaxspec import ConfigError, DraftParams, DSparkOptions, SpecConfig, generate
-from jaxspec.drafters import dflash, dflash_heads, dflash_model, registry
+from jaxspec.drafters import registry
 from jaxspec.drafters.base import RoundContext
-from jaxspec.drafters.dflash import DFlashDrafter
+from jaxspec.drafters.dflash import drafter as dflash
+from jaxspec.drafters.dflash import heads as dflash_heads
+from jaxspec.drafters.dflash import model as dflash_model
+from jaxspec.drafters.dflash.drafter import DFlashDrafter
 from jaxspec.engine.batch import Batch, open_batch
 from jaxspec.kvcache import LayerKV, PagedKVCache
 from jaxspec.sampling import SamplingParams, row_keys, sampling_state

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec import generate
-from jaxspec.drafters import dflash
+from jaxspec.drafters.dflash import drafter as dflash
 from tests.drafters.dflash_cases import VARIANTS, VOCAB, random_draft, target
 from tests.drafters.distribution import fit
 from tests.drafters.eagle_cases import prompts

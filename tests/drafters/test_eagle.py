@@ -13,14 +13,14 @@ import pytest
 import jaxspec
 from jaxspec import ConfigError, SamplingParams, SpecConfig, generate
 from jaxspec.drafters import registry
-from jaxspec.drafters.eagle import EagleDrafter
-from jaxspec.drafters.sampled_chain import sampled_chain
-from jaxspec.drafters.static_tree import EAGLE1_TREE, StaticTree
+from jaxspec.drafters.eagle.drafter import EagleDrafter
 from jaxspec.drafters.token_map import load_token_map
 from jaxspec.engine.batch import Batch, open_batch
 from jaxspec.kvcache import LayerKV
 from jaxspec.round import draft
 from jaxspec.sampling import row_keys, sampling_state
+from jaxspec.trees.sampled_chain import sampled_chain
+from jaxspec.trees.static_tree import EAGLE1_TREE, StaticTree
 from tests.drafters.batch_checks import assert_caches_are_updated_in_place, assert_every_draft_is_accepted, count_traces
 from tests.drafters.eagle_cases import prompts, random_head, tiny_target, trained
 from tests.parity.checks.statistics import p_value

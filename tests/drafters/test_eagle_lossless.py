@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import SpecConfig, generate
-from jaxspec.drafters import eagle_model
+from jaxspec.drafters.eagle import model as eagle_model
 from jaxspec.loading import DraftParams
 from tests.drafters.distribution import fit
 from tests.drafters.eagle_cases import VARIANTS, head_config, prompts, random_head, tiny_target, trained

@@ -10,10 +10,12 @@ import pytest
 
 from jaxspec import ModelParams, SpecConfig, generate
 from jaxspec.config import ConfigError, ModelConfig
-from jaxspec.drafters import mtp, mtp_model, registry
+from jaxspec.drafters import registry
 from jaxspec.drafters.base import RoundContext
-from jaxspec.drafters.mtp import MtpDrafter
-from jaxspec.drafters.mtp_config import MtpConfig, mtp_config
+from jaxspec.drafters.mtp import drafter as mtp
+from jaxspec.drafters.mtp import model as mtp_model
+from jaxspec.drafters.mtp.config import MtpConfig, mtp_config
+from jaxspec.drafters.mtp.drafter import MtpDrafter
 from jaxspec.engine.batch import Batch, open_batch
 from jaxspec.kvcache import PagedKVCache
 from jaxspec.loading import DraftParams

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from jaxspec import MtpOptions, SpecConfig, generate
-from jaxspec.drafters.mtp_config import mtp_config
+from jaxspec.drafters.mtp.config import mtp_config
 from tests.drafters.distribution import fit
 from tests.drafters.mtp_cases import TARGETS, dense_target, prompts, target, with_mtp
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxspec.drafters.ngram import NgramDrafter, propose_tree
-from jaxspec.drafters.ngram_config import NgramConfig
-from jaxspec.drafters.ngram_history import NgramHistory
-from jaxspec.drafters.ngram_lookup import build_tree, find_anchors, grow_anchors, reorder
-from jaxspec.drafters.ngram_match import match_own_tokens
-from jaxspec.drafters.ngram_mirror import TrieMirror
+from jaxspec.drafters.ngram.config import NgramConfig
+from jaxspec.drafters.ngram.drafter import NgramDrafter, propose_tree
+from jaxspec.drafters.ngram.history import NgramHistory
+from jaxspec.drafters.ngram.lookup import build_tree, find_anchors, grow_anchors, reorder
+from jaxspec.drafters.ngram.match import match_own_tokens
+from jaxspec.drafters.ngram.mirror import TrieMirror
 
 WIDTH = 16
 texts = st.lists(st.lists(st.integers(0, 4), max_size=12), max_size=5)

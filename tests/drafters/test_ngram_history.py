@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.config import ConfigError
-from jaxspec.drafters.ngram_config import NgramConfig
-from jaxspec.drafters.ngram_corpus import SEPARATOR, Corpus, CorpusError, read_jsonl
-from jaxspec.drafters.ngram_history import NgramHistory
-from jaxspec.drafters.ngram_store import NodeStore
-from jaxspec.drafters.ngram_trie import NgramTrie
+from jaxspec.drafters.ngram.config import NgramConfig
+from jaxspec.drafters.ngram.corpus import SEPARATOR, Corpus, CorpusError, read_jsonl
+from jaxspec.drafters.ngram.history import NgramHistory
+from jaxspec.drafters.ngram.store import NodeStore
+from jaxspec.drafters.ngram.trie import NgramTrie
 
 TESTS = Path(__file__).parents[1]
 GOLDEN = TESTS / "fixtures" / "ngram_match"

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.config import ConfigError
-from jaxspec.drafters import ngram_match
-from jaxspec.drafters.ngram_config import NgramConfig
-from jaxspec.drafters.ngram_match import match_own_tokens
+from jaxspec.drafters.ngram import match as ngram_match
+from jaxspec.drafters.ngram.config import NgramConfig
+from jaxspec.drafters.ngram.match import match_own_tokens
 
 WIDTH, DEPTH, DRAFTS = 24, 4, 6
 

@@ -7,9 +7,10 @@ import pytest
 
 import jaxspec
 from jaxspec.config import ConfigError, SpecConfig
-from jaxspec.drafters import ngram, registry
-from jaxspec.drafters.ngram_config import NgramConfig
-from jaxspec.drafters.ngram_history import NgramHistory
+from jaxspec.drafters import registry
+from jaxspec.drafters.ngram import drafter as ngram
+from jaxspec.drafters.ngram.config import NgramConfig
+from jaxspec.drafters.ngram.history import NgramHistory
 from tests import tiny
 
 

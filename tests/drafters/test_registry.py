@@ -11,7 +11,7 @@ import pytest
 from jaxspec import ConfigError, EagleOptions, NgramConfig, NgramHistory, PEagleOptions, SpecConfig, UnoOptions, cli
 from jaxspec.drafters import registry
 from jaxspec.drafters.kinds import KINDS, algorithm_of, format_of, formats, imported, shapes_of
-from jaxspec.drafters.ngram import NgramDrafter
+from jaxspec.drafters.ngram.drafter import NgramDrafter
 from tests import tiny
 from tests.drafters import eagle_cases
 from tests.specs import spec_of

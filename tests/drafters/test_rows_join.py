@@ -17,14 +17,14 @@ import pytest
 
 from jaxspec.config import ConfigError
 from jaxspec.drafters.base import Drafter, check_tree
-from jaxspec.drafters.ngram_history import NgramHistory
+from jaxspec.drafters.ngram.history import NgramHistory
 from jaxspec.engine.batch import Batch, open_batch
 from jaxspec.kvcache import PagedKVCache, is_pool, take_rows
 from jaxspec.models import decoder
 from jaxspec.models.paged import paged_forward
 from jaxspec.round import RoundState, context
 from jaxspec.sampling import SamplingParams
-from jaxspec.tree import chain
+from jaxspec.trees.tree import chain
 from tests import tiny
 from tests.drafters import dflash_cases, eagle_cases, mtp_cases, uno_cases
 from tests.drafters.batch_checks import pools_of

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from jaxspec import ConfigError, ModelParams, SpecConfig, generate
-from jaxspec.conversion.peft import columns_of
-from jaxspec.drafters import registry, uno, uno_model
-from jaxspec.drafters.uno_config import MODULES, PRODUCTS, UnoConfig
+from jaxspec.conversion.drafts.peft import columns_of
+from jaxspec.drafters import registry
+from jaxspec.drafters.uno import drafter as uno
+from jaxspec.drafters.uno import model as uno_model
+from jaxspec.drafters.uno.config import MODULES, PRODUCTS, UnoConfig
 from jaxspec.engine.batch import Batch, open_batch
 from jaxspec.kvcache import LayerKV
 from jaxspec.models import decoder
@@ -18,7 +20,7 @@ from jaxspec.models.layers import dense
 from jaxspec.models.paged import paged_forward
 from jaxspec.round import context, draft, verify
 from jaxspec.sampling import MAX_STOP_IDS, SamplingParams, row_keys
-from jaxspec.tree import pack_bits
+from jaxspec.trees.tree import pack_bits
 from tests.drafters.batch_checks import assert_caches_are_updated_in_place
 from tests.drafters.eagle_cases import prompts, tiny_target
 from tests.drafters.uno_cases import VOCAB, random_adapter, target, without_effect

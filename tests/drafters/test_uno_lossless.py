@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import SpecConfig, UnoOptions, generate
-from jaxspec.drafters import uno
+from jaxspec.drafters.uno import drafter as uno
 from tests.drafters.distribution import fit
 from tests.drafters.eagle_cases import prompts
 from tests.drafters.uno_cases import random_adapter, recorded, target

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import DraftParams, ModelParams, load, load_draft
-from jaxspec.drafters import uno_model
-from jaxspec.drafters.uno_config import UnoConfig
+from jaxspec.drafters.uno import model as uno_model
+from jaxspec.drafters.uno.config import UnoConfig
 from tests.drafters.eagle_cases import tiny_target
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"

@@ -12,9 +12,9 @@ import pytest
 
 import jaxspec
 from jaxspec.config import SpecConfig
-from jaxspec.drafters import eagle_model
-from jaxspec.drafters.mtp_config import mtp_config
-from jaxspec.drafters.ngram_history import NgramHistory
+from jaxspec.drafters.eagle import model as eagle_model
+from jaxspec.drafters.mtp.config import mtp_config
+from jaxspec.drafters.ngram.history import NgramHistory
 from jaxspec.loading import DraftParams
 from tests import tiny
 from tests.drafters import dflash_cases, eagle_cases, mtp_cases, uno_cases

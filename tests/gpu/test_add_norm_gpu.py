@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.models import layers
-from pallas_kernels import add_norm
+from pallas_kernels.layer import add_norm
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

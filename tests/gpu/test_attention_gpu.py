@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import device, reference, tree_attention
-from pallas_kernels.kv_commit import kv_compact, kv_compact_layers, kv_write
+from pallas_kernels import device, tree_attention
+from pallas_kernels.attention import reference
+from pallas_kernels.cache.kv_commit import kv_compact, kv_compact_layers, kv_write
 from pallas_kernels.tilings import Tiling
 from tests.kernels.attention_cases import CASES, TOLERANCE, Case, build, in_float32, row_error
 
-entry = importlib.import_module("pallas_kernels.tree_attention")
+entry = importlib.import_module("pallas_kernels.attention.api")
 LLAMA = dict(H=32, K=8, Dk=128, Dv=128)
 REAL = (
     Case(**LLAMA, N=513, B=1, lengths=(8190,)),

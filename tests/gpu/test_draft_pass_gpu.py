@@ -9,12 +9,12 @@ import pytest
 
 from jaxspec import SpecConfig
 from jaxspec.benchmarking import rounds, shapes
-from jaxspec.drafters import uno_model
-from jaxspec.drafters.uno_config import UnoConfig
+from jaxspec.drafters.uno import model as uno_model
+from jaxspec.drafters.uno.config import UnoConfig
 from jaxspec.models import decoder
 from jaxspec.params import DraftParams, ModelParams
 from jaxspec.round import context
-from pallas_kernels import gated_lora
+from pallas_kernels.lora import gated as gated_lora
 
 CONFIG = dataclasses.replace(
     shapes.MODELS["llama-3.1-8b"],

@@ -8,12 +8,12 @@ import pytest
 from jaxspec.models import layers
 from jaxspec.models.layers import apply_rope
 from pallas_kernels import kv_write
-from pallas_kernels.gated_lora import gated_lora
-from pallas_kernels.gated_rope_write import gated_rope_write
-from pallas_kernels.kv_commit import kv_write_layers
-from pallas_kernels.lora_shrink import lora_shrink, serves
-from pallas_kernels.rope_write import rope_write
-from pallas_kernels.top_k import top_k
+from pallas_kernels.cache.kv_commit import kv_write_layers
+from pallas_kernels.layer.gated_rope_write import gated_rope_write
+from pallas_kernels.layer.rope_write import rope_write
+from pallas_kernels.lora.gated import gated_lora
+from pallas_kernels.lora.shrink import lora_shrink, serves
+from pallas_kernels.vocabulary.top_k import top_k
 from tests.kernels.test_gated_rope_write import case as gated_case
 from tests.kernels.test_rope_write import arguments
 

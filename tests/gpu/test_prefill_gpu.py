@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import fused_attention, generate
+from jaxspec import generate
 from jaxspec.benchmarking.shapes import random_tree
 from jaxspec.config import ModelConfig
 from jaxspec.engine.device import Device
 from jaxspec.kvcache import init_layers
 from jaxspec.models import decoder, paged
 from jaxspec.params import ModelParams
+from pallas_kernels.attention import fused as fused_attention
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=256, hidden_size=512, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=128, ffn_size=512,

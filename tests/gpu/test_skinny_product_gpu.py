@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import product
+from pallas_kernels.product import api as product
 
 KERNEL = product._kernel()
 pytestmark = pytest.mark.skipif(KERNEL is None or not KERNEL.available(), reason="needs Hopper and jax >= 0.11")

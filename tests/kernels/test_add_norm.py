@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxspec.models import layers
-from pallas_kernels import add_norm, device
+from pallas_kernels import device
+from pallas_kernels.layer import add_norm
 from tests.kernels.attention_cases import pretend_h200
 
 

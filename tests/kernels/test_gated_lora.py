@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.models import layers
 from pallas_kernels import device
-from pallas_kernels import gated_lora as kernels
+from pallas_kernels.lora import gated as kernels
 from tests.kernels.attention_cases import pretend_h200
 
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gated_lora import gated_lora
-from pallas_kernels.gated_rope_write import gated_rope_write, serves
-from pallas_kernels.rope_write import rope_write
+from pallas_kernels.layer.gated_rope_write import gated_rope_write, serves
+from pallas_kernels.layer.rope_write import rope_write
+from pallas_kernels.lora.gated import gated_lora
 from tests.kernels.attention_cases import pretend_h200
 from tests.kernels.test_rope_write import arguments
 

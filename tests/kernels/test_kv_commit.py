@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kv_commit import kv_compact, kv_compact_layers, kv_write, kv_write_layers
+from pallas_kernels.cache.kv_commit import kv_compact, kv_compact_layers, kv_write, kv_write_layers
 
 
 def pools(rng, P=9, S=4, K=2, Dk=8, Dv=4):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import lora_shrink as kernels
+from pallas_kernels.lora import shrink as kernels
 from tests.kernels.attention_cases import pretend_h200
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.models.layers import apply_rope
 from pallas_kernels import kv_write
-from pallas_kernels.rope_write import rope_write, serves
+from pallas_kernels.layer.rope_write import rope_write, serves
 
 
 def arguments(B, T, K, G, D, dtype, pool_dtype, seed=0):

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from jaxspec.models import layers
-from pallas_kernels import device, product, product_table
+from pallas_kernels import device
+from pallas_kernels.product import api as product
+from pallas_kernels.product import table as product_table
 from tests.kernels.attention_cases import pretend_h200
 
 KERNEL = product._kernel()

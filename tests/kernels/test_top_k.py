@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import tree
+from jaxspec.trees import tree
 from pallas_kernels import device
-from pallas_kernels import top_k as kernels
+from pallas_kernels.vocabulary import top_k as kernels
 from tests.kernels.attention_cases import pretend_h200
 
 

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import reference, tilings, tree_attention
+from pallas_kernels import tilings, tree_attention
+from pallas_kernels.attention import reference
 from pallas_kernels.tilings import Problem, Tiling
 from tests.kernels.attention_cases import CASES, TOLERANCE, Case, build, in_float32, pretend_h200, row_error
 
-entry = importlib.import_module("pallas_kernels.tree_attention")  # the name in the package is the function
+entry = importlib.import_module("pallas_kernels.attention.api")  # the name in the package is the function
 MOSAIC = entry._mosaic()
 needs_mosaic = pytest.mark.skipif(MOSAIC is None, reason="the Mosaic GPU kernel needs jax >= 0.11")
 SMALL = Tiling(split=64, block=32, rows=16)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec.models import layers
 from pallas_kernels import device
-from pallas_kernels import gated_lora as kernels
+from pallas_kernels.lora import gated as kernels
 
 
 def operands(shape, outputs, rank, blocks=None):

@@ -11,8 +11,9 @@ import pytest
 from jaxspec.config import ModelConfig
 from jaxspec.kvcache import find_slots, init_layers
 from jaxspec.models import attend, decoder, layers, paged
-from jaxspec.tree import pack_bits
-from pallas_kernels import add_norm, device, rope_write, tree_attention
+from jaxspec.trees.tree import pack_bits
+from pallas_kernels import device, tree_attention
+from pallas_kernels.layer import add_norm, rope_write
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=48,

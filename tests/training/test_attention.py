@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import fused_attention
 from jaxspec.training import attention, blocks
+from pallas_kernels.attention import fused as fused_attention
 
 
 def rows(head_size: int):

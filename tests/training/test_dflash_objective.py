@@ -10,10 +10,10 @@ import pytest
 
 from jaxspec import ConfigError, SpecConfig, generate
 from jaxspec.config import MoEConfig
-from jaxspec.drafters import dflash_model
-from jaxspec.fused_attention import apart
+from jaxspec.drafters.dflash import model as dflash_model
 from jaxspec.training import block_draft, dflash, dspark
 from jaxspec.training.blocks import TRIAL_SCALE, agrees, block_attend, blocks, fused_blocks, sample_anchors
+from pallas_kernels.attention.fused import apart
 from tests import tiny
 from tests.training.block_cases import (
     block_outputs,

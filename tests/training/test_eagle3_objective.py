@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config import ConfigError
-from jaxspec.drafters import eagle_model
+from jaxspec.drafters.eagle import model as eagle_model
 from jaxspec.models.attend import causal_attend
 from jaxspec.training import attention, eagle3
 from jaxspec.training.objective import View, merge

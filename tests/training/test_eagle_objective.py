@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec import ModelParams
 from jaxspec.config import ConfigError
-from jaxspec.drafters import eagle_model
+from jaxspec.drafters.eagle import model as eagle_model
 from jaxspec.params import DraftParams
 from jaxspec.training import eagle, initial
 from jaxspec.training.objective import merge

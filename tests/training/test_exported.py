@@ -16,9 +16,10 @@ import pytest
 import jaxspec
 from jaxspec import train as command
 from jaxspec.conversion import convert
-from jaxspec.conversion.errors import MissingFileError
-from jaxspec.conversion.readers import open_tensors
-from jaxspec.drafters import mtp_model, uno_model
+from jaxspec.drafters.mtp import model as mtp_model
+from jaxspec.drafters.uno import model as uno_model
+from jaxspec.files.errors import MissingFileError
+from jaxspec.files.readers import open_tensors
 from jaxspec.loading import demo_file
 from jaxspec.models import decoder
 from jaxspec.models.attend import causal_attend

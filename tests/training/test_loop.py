@@ -12,7 +12,7 @@ import pytest
 import jaxspec
 from jaxspec import train as command
 from jaxspec.config import ConfigError
-from jaxspec.conversion.errors import ConversionError
+from jaxspec.files.errors import ConversionError
 from jaxspec.models.forward import forward
 from jaxspec.training import eagle3, heads, loop, standalone, state
 from jaxspec.training.loop import TrainOptions, learning_rate_at, train
@@ -257,7 +257,7 @@ def test_the_command_trains_a_fixture(tmp_path, capsys):
     made = forward(target, tokens)
 
     def logits(draft):
-        from jaxspec.drafters import eagle_model
+        from jaxspec.drafters.eagle import model as eagle_model
         from jaxspec.models.attend import causal_attend
 
         features = jnp.concatenate([made.hidden_states[tap] for tap in draft.config.taps], -1)[:, :-1]

@@ -10,8 +10,8 @@ import pytest
 
 import jaxspec
 from jaxspec.config import ConfigError
-from jaxspec.conversion.tokenizer import Tokenizer
 from jaxspec.models.forward import forward
+from jaxspec.tokenizer.tokenizer import Tokenizer
 from jaxspec.training import synthesis
 from jaxspec.training.dialogue import OPENERS, script_of
 from jaxspec.training.synthesis import SynthesisOptions, synthesise

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxspec import ConfigError, SpecConfig, generate
-from jaxspec.conversion.peft import rules_of
-from jaxspec.drafters import uno_model
+from jaxspec.conversion.drafts.peft import rules_of
+from jaxspec.drafters.uno import model as uno_model
 from jaxspec.models import decoder
 from jaxspec.models.attend import causal_attend
 from jaxspec.training import uno

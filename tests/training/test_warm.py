@@ -9,8 +9,8 @@ import pytest
 
 from jaxspec import train as command
 from jaxspec.config import ConfigError
-from jaxspec.conversion.errors import ConversionError
 from jaxspec.conversion.mapping import flatten
+from jaxspec.files.errors import ConversionError
 from jaxspec.training import card, dspark, eagle3
 from jaxspec.training.loop import train
 from jaxspec.training.objective import merge

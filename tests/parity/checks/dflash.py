@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.block_tree import best_first
 from jaxspec.config import SpecConfig
-from jaxspec.drafters import dflash_heads, registry
+from jaxspec.drafters import registry
+from jaxspec.drafters.dflash import heads as dflash_heads
 from jaxspec.engine.batch import open_batch
 from jaxspec.loading import load_draft
 from jaxspec.round import draft, verify
-from jaxspec.tree import top_k, unpack_bits
+from jaxspec.trees.block_tree import best_first
+from jaxspec.trees.tree import top_k, unpack_bits
 from tests.parity.checks import Case, Mismatch, load_case
 from tests.parity.checks.eagle import NUM_PAGES, PAGE_SIZE, context, load_target, related, target_features
 

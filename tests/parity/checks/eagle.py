@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import SpecConfig
-from jaxspec.drafters import eagle_model, registry
+from jaxspec.drafters import registry
 from jaxspec.drafters.base import RoundContext
-from jaxspec.drafters.eagle import EagleDrafter
+from jaxspec.drafters.eagle import model as eagle_model
+from jaxspec.drafters.eagle.drafter import EagleDrafter
 from jaxspec.engine.batch import open_batch
 from jaxspec.kvcache import PagedKVCache
 from jaxspec.loading import ModelParams, load, load_draft
@@ -21,7 +22,7 @@ from jaxspec.models import decoder
 from jaxspec.models.attend import causal_attend
 from jaxspec.round import RoundState, draft, verify
 from jaxspec.sampling import SamplingParams, row_keys, sampling_state
-from jaxspec.tree import pack_bits, unpack_bits
+from jaxspec.trees.tree import pack_bits, unpack_bits
 from tests.parity.checks import Case, Mismatch, load_case
 
 PAGE_SIZE, NUM_PAGES = 4, 24

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
-from jaxspec.conversion import hf_config, mtp
-from jaxspec.conversion.readers import open_tensors
-from jaxspec.drafters import mtp_model
-from jaxspec.drafters.mtp import MtpDrafter
-from jaxspec.drafters.mtp_config import MtpConfig
+from jaxspec.conversion.drafts import mtp
+from jaxspec.conversion.targets import hf_config
+from jaxspec.drafters.mtp import model as mtp_model
+from jaxspec.drafters.mtp.config import MtpConfig
+from jaxspec.drafters.mtp.drafter import MtpDrafter
+from jaxspec.files.readers import open_tensors
 from jaxspec.loading import DraftParams, ModelParams, load_draft
-from jaxspec.tree import pack_bits
+from jaxspec.trees.tree import pack_bits
 from tests.parity.checks import Case, Mismatch, load_case
 from tests.parity.checks.eagle import NUM_PAGES, PAGE_SIZE, context
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxspec.drafters.ngram_config import NgramConfig
-from jaxspec.drafters.ngram_corpus import Corpus
-from jaxspec.drafters.ngram_history import NgramHistory
-from jaxspec.drafters.ngram_trie import MatchTree
+from jaxspec.drafters.ngram.config import NgramConfig
+from jaxspec.drafters.ngram.corpus import Corpus
+from jaxspec.drafters.ngram.history import NgramHistory
+from jaxspec.drafters.ngram.trie import MatchTree
 
 
 def stored_paths(tokens: np.ndarray, parents: np.ndarray, num_matched: int) -> set[tuple[int, ...]]:

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import SpecConfig
-from jaxspec.drafters import eagle_model, registry
+from jaxspec.drafters import registry
+from jaxspec.drafters.eagle import model as eagle_model
 from tests.parity.checks import Case
 from tests.parity.checks.eagle import NUM_PAGES, PAGE_SIZE, context, target_features
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import jaxspec
-from jaxspec.conversion.hf_config import parse_config
+from jaxspec.conversion.targets.hf_config import parse_config
 from tests.parity.checks import Mismatch, load_case
 
 FEATURES = ("hidden_states", "final_norm", "logits")

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import SpecConfig
-from jaxspec.drafters import uno_model
-from jaxspec.drafters.uno import UnoDrafter
+from jaxspec.drafters.uno import model as uno_model
+from jaxspec.drafters.uno.drafter import UnoDrafter
 from jaxspec.engine.batch import Batch, open_batch
 from jaxspec.loading import load_draft
 from jaxspec.models import decoder

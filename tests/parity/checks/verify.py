@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import sampling, verify
-from jaxspec.tree import DraftTree, candidate_parents, chain, from_parents, grow, select_candidates, unpack_bits
+from jaxspec.trees.tree import DraftTree, candidate_parents, chain, from_parents, grow, select_candidates, unpack_bits
 from tests.parity.checks import Case, load_case
 from tests.parity.checks.statistics import assert_distribution
 

@@ -1,0 +1,1 @@
+"""Published formats of whole models."""

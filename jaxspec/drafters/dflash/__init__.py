@@ -1,0 +1,1 @@
+"""DFLASH and DSPARK: a block of tokens drafted in one pass."""

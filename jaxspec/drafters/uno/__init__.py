@@ -1,0 +1,1 @@
+"""UNO: the target drafts for itself through an adapter."""

@@ -1,0 +1,1 @@
+"""Files that come from strangers: read, checked and replaced with care."""

@@ -1,0 +1,1 @@
+"""Draft trees: what they are, and every way to build one."""

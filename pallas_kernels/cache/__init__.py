@@ -1,0 +1,1 @@
+"""Writing into, and compacting, the paged KV cache."""

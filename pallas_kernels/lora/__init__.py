@@ -1,0 +1,1 @@
+"""Products through a low-rank adapter that only some rows take."""

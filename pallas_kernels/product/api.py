@@ -1,0 +1,90 @@
+"""A product with a weight: XLA's, or the kernel of `skinny_product` where measurements say that it is faster."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import device
+from pallas_kernels.product.table import MEASURED
+
+ROWS = (1, 8, 16, 32, 64, 128)
+"""Numbers of rows that were measured; a product of any other number takes what the next larger one takes."""
+
+
+@functools.cache
+def _kernel():
+    """The kernel's module, or None where this jax is too old for it."""
+    try:
+        from pallas_kernels.product import mosaic as skinny_product
+    except ImportError:
+        return None
+    return skinny_product if skinny_product.AVAILABLE else None
+
+
+def measured_tiling(x: Array, w: Array):
+    """The kernel's tiling for x [*R, I] @ w [I, O] on the default device; None: XLA."""
+    rows = math.prod(x.shape[:-1])
+    measured = next((r for r in ROWS if 0 < rows <= r), None)
+    entry = MEASURED.get((device.capability(), measured, *w.shape))
+    if entry is None or _kernel() is None or not _kernel().serves(x, w):
+        return None
+    tiling = _kernel().Tiling(*entry)
+    return tiling if tiling.fits(rows, *w.shape) else None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def _parts(x, w, tiling, dtype, gated):
+    return _kernel().partial_products(x, w, tiling, dtype=dtype, gated=gated)
+
+
+@_parts.defjvp
+def _differentiated(tiling, dtype, gated, primals, tangents):
+    """Where a derivative is wanted XLA multiplies: the first part is everything."""
+
+    def multiply(x, w):
+        y = (x @ w).astype(dtype)[None]
+        if gated:
+            gate, value = jnp.split(y, 2, axis=-1)
+            return jax.nn.silu(gate) * value
+        return jnp.pad(y, ((0, tiling.parts(*w.shape).max() - 1), (0, 0), (0, 0)))
+
+    return jax.jvp(multiply, primals, tangents)
+
+
+def product_in_parts(x: Float[Array, "*R I"], w: Float[Array, "I O"], dtype=None) -> Float[Array, "parts *R O"] | None:
+    """x @ w by the kernel, in partial sums (float32 if there are several) for whatever adds them up; None: leave it to XLA.
+
+    A single part is of `dtype`, None for the type of x.
+    """
+    tiling = measured_tiling(x, w)
+    if tiling is None:
+        return None
+    counts = tiling.parts(*w.shape)
+    rows = x.reshape(-1, x.shape[-1])
+    p = _parts(rows, w, tiling, (dtype or x.dtype) if counts.max() == 1 else jnp.float32, False)
+    if counts.min() != counts.max():  # not all of them exist everywhere
+        p = _kernel().add_parts(p, tiling, w.shape[0])[None]
+    return p.reshape(-1, *x.shape[:-1], w.shape[1])
+
+
+def gated_product(x: Float[Array, "*R I"], w: Float[Array, "I 2F"]) -> Float[Array, "*R F"] | None:
+    """silu(gate) · value of the columns of x @ w, gates first, in one kernel; None: leave it to XLA."""
+    tiling = measured_tiling(x, w)
+    if tiling is None or not tiling.gates(x.size // x.shape[-1], *w.shape):
+        return None
+    y = _parts(x.reshape(-1, x.shape[-1]), w, tiling, x.dtype, True)
+    return y.reshape(*x.shape[:-1], w.shape[1] // 2)
+
+
+def product(x: Float[Array, "*R I"], w: Float[Array, "I O"], dtype=None) -> Float[Array, "*R O"]:
+    """x @ w, by the kernel where the table of measurements has it; sums are rounded to `dtype`, None for the type of x."""
+    dtype = x.dtype if dtype is None else dtype
+    parts = product_in_parts(x, w, dtype)
+    if parts is None:
+        return jnp.matmul(x, w, preferred_element_type=dtype)
+    return functools.reduce(jnp.add, parts).astype(dtype)

@@ -1,0 +1,1 @@
+"""Searching a vocabulary."""
