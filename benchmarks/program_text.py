@@ -47,7 +47,8 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="compare with those of another commit")
     args = parser.parse_args()
     for shape in {args.target, "llama-1b"}:
-        shapes.MODELS[shape] = dataclasses.replace(shapes.MODELS[shape], num_layers=args.layers)
+        model = shapes.MODELS[shape]
+        shapes.MODELS[shape] = dataclasses.replace(model, num_layers=args.layers, windows=model.windows[: args.layers])
     before = json.loads(args.against.read_text()) if args.against else {}
     found, changed = {}, 0
     for name, batch, context in suites.PEER_ORDER:
