@@ -18,8 +18,14 @@ import sys
 from pathlib import Path
 
 import deviceless
+import jax
+from jax._src import source_info_util
 
 from jaxspec.benchmarking import shapes, suites
+
+# Kernels carry, as bytes, the lines that they were written on.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+source_info_util.user_frame = lambda *_: None
 
 NAMES = (
     (r"\bloc\([^\n]*\)", ""),
