@@ -128,6 +128,30 @@ class Drafter:
         """Most tokens that one round can emit."""
         return 1
 
+    def with_tree(self, **tree: int) -> Drafter:
+        """The same drafter with another tree on the same state: so the tree may change between launches.
+
+        Pages are granted and results laid out for the largest tree, which is the one that `init` is asked of.
+
+        Args:
+          **tree: num_steps, topk, num_draft_tokens, none of them larger than this drafter's.
+
+        Raises:
+          ConfigError: this drafter has no such parameter, or a value is larger.
+        """
+        names = {f.name for f in dataclasses.fields(self)}
+        for name, value in tree.items():
+            if name not in names:
+                raise ConfigError(f"{self.name} has no {name} that could change between launches")
+            if not 1 <= value <= getattr(self, name):
+                raise ConfigError(f"{name}={value} must be at least 1 and at most {getattr(self, name)}, the largest tree's")
+        if "most_steps" in names:
+            tree["most_steps"] = max(self.most_steps, self.num_steps)
+        smaller = dataclasses.replace(self, **tree)
+        if smaller.slack > self.slack or smaller.max_accept > self.max_accept:
+            raise ConfigError(f"{self.name}: {tree} takes more slots a round than the largest tree")
+        return smaller
+
     def init(self, params, batch: int, num_pages: int, page_size: int, max_len: int, dtype) -> Any:
         """A fresh state; every leaf has the batch in front or is a page pool."""
         del params, batch, num_pages, page_size, max_len, dtype

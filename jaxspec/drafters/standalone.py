@@ -23,14 +23,13 @@ LEAST_COMMON = 0.9
 
 
 class StandaloneState(NamedTuple):
-    """The draft model's pools, which share the target's page table, and its best continuations of the bonus token.
+    """The draft model's pools, which share the target's page table, and its last hidden state at the bonus token.
 
     The draft's cache covers the bonus token as well: one position more than the target's.
     """
 
     layers: tuple[LayerKV, ...]
-    probs: Float[Array, "B k"]
-    tokens: Int[Array, "B k"]
+    hidden: Float[Array, "B E"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +97,11 @@ class StandaloneDrafter(Drafter):
         return self.num_steps + 1
 
     def init(self, params, batch: int, num_pages: int, page_size: int, max_len: int, dtype) -> StandaloneState:
-        """Empty pools."""
-        del params, max_len
+        """Empty pools; the hidden state has the draft's own type."""
+        del max_len
         c = self.draft
         layers = init_layers(c.num_layers, num_pages, page_size, c.num_kv_heads, c.key_head_dim, c.value_head_dim, dtype)
-        return StandaloneState(layers, jnp.zeros((batch, self.topk)), jnp.zeros((batch, self.topk), jnp.int32))
+        return StandaloneState(layers, jnp.zeros((batch, c.hidden_size), params["embedder"]["embedding"].dtype))
 
     def prefill(self, params, state, ctx: RoundContext, tokens, following, features, n_valid) -> StandaloneState:
         """Feeds the chunk and the token behind it, which the next chunk feeds again, with the same result.
@@ -123,7 +122,7 @@ class StandaloneDrafter(Drafter):
     def feed(
         self, params, state: StandaloneState, ctx: RoundContext, base: Int[Array, " B"], tokens: Int[Array, "B T"], count
     ) -> StandaloneState:
-        """Runs `count` tokens behind the first `base` ones and keeps the best continuations of the last."""
+        """Runs `count` tokens behind the first `base` ones and keeps the hidden state of the last."""
         batch, T = tokens.shape
         positions = base[:, None] + jnp.arange(T)
         valid = jnp.arange(T)[None] < count[:, None]
@@ -132,9 +131,8 @@ class StandaloneDrafter(Drafter):
             positions, valid, fresh=ctx.fresh,
         )  # fmt: skip
         last = jnp.maximum(count - 1, 0)[:, None, None]
-        probs, ids = self.best(params, jnp.take_along_axis(out.hidden, last, 1)[:, 0])
-        fed = (count > 0)[:, None]
-        return StandaloneState(out.layers, jnp.where(fed, probs, state.probs), jnp.where(fed, ids, state.tokens))
+        hidden = jnp.take_along_axis(out.hidden, last, 1)[:, 0]
+        return StandaloneState(out.layers, jnp.where((count > 0)[:, None], hidden, state.hidden))
 
     def embed(self, params, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         """The draft's embeddings of the target's ids."""
@@ -163,8 +161,9 @@ class StandaloneDrafter(Drafter):
             probs, ids = self.best(params, out.hidden)
             return probs, ids, out.layers
 
+        probs, ids = self.best(params, state.hidden)
         tree, layers = grow(
-            ctx.bonus, state.probs, state.tokens, expand, state.layers,
+            ctx.bonus, probs, ids, expand, state.layers,
             num_steps=self.num_steps, topk=k, num_draft_tokens=self.num_draft_tokens,
         )  # fmt: skip
         return self.proposal(tree, state._replace(layers=layers), ctx)

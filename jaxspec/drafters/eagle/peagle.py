@@ -1,7 +1,7 @@
 """P-EAGLE (arXiv 2602.01469): an EAGLE-3 head that drafts all its tokens in one pass.
 
-Behind the last real pair stand num_steps - 1 slots with a mask token and a learnt hidden vector in place of the feature.
-The pass that feeds the accepted pairs carries these slots along, so a round costs one forward of the head.
+Behind the last real pair stand slots, one fewer than steps, with a mask token and a learnt hidden vector in place of the
+feature. The pass that feeds the accepted pairs carries these slots along, so a round costs one forward of the head.
 """
 
 from __future__ import annotations
@@ -31,12 +31,28 @@ class PEagleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PEagleDrafter(EagleDrafter):
-    """Drafts a chain of num_steps tokens from one pass."""
+    """Drafts a chain of num_steps tokens from one pass.
+
+    Attributes:
+      most_steps: mask slots of the pass, one more than these; the state keeps so many outputs. 0: as many as num_steps.
+    """
+
+    most_steps: int = 0
+
+    @property
+    def num_kept(self) -> int:
+        """Outputs that the state keeps."""
+        return max(self.most_steps, self.num_steps)
+
+    @property
+    def slack(self) -> int:
+        """The tree's nodes in the target's cache, or the mask slots in the head's."""
+        return max(super().slack, self.num_kept)
 
     def init(self, params, batch: int, num_pages: int, page_size: int, max_len: int, dtype) -> PEagleState:
         """Empty pools."""
         state = super().init(params, batch, num_pages, page_size, max_len, dtype)
-        return PEagleState(state.layers, jnp.repeat(state.hidden[:, None], self.num_steps, axis=1))
+        return PEagleState(state.layers, jnp.repeat(state.hidden[:, None], self.num_kept, axis=1))
 
     def feed(
         self, params, state: PEagleState, ctx: RoundContext, tokens: Int[Array, "B T"], features, count: Int[Array, " B"]
@@ -47,7 +63,7 @@ class PEagleDrafter(EagleDrafter):
         another row of this program has no slots: that row's pairs stand there.
         """
         batch, T = tokens.shape
-        masks = self.num_steps - 1
+        masks = self.num_kept - 1
         order = jnp.broadcast_to(jnp.arange(T + masks), (batch, T + masks))
         is_pair = order < count[:, None]
         tokens = jnp.where(is_pair, jnp.pad(tokens, ((0, 0), (0, masks))), self.draft.mask_token_id)
@@ -57,13 +73,13 @@ class PEagleDrafter(EagleDrafter):
         ends = count > 0 if ctx.continued is None else (count > 0) & ~ctx.continued
         valid = is_pair | (ends[:, None] & (order < count[:, None] + masks))
         out, layers = self.run(params, ctx, tokens, hidden, state.layers, ctx.cache.length[:, None] + order, valid)
-        rows = jnp.maximum(count - 1, 0)[:, None] + jnp.arange(self.num_steps)
+        rows = jnp.maximum(count - 1, 0)[:, None] + jnp.arange(self.num_kept)
         last = jnp.take_along_axis(out, rows[..., None], 1).astype(state.hidden.dtype)
         return PEagleState(layers, jnp.where((count > 0)[:, None, None], last, state.hidden))
 
     def propose(self, params, state: PEagleState, ctx: RoundContext) -> Proposal:
         """Reads the chain off the kept outputs."""
-        logits = self.logits(params, ctx, state.hidden)
+        logits = self.logits(params, ctx, state.hidden[:, : self.num_steps])
         if self.sampled and ctx.sampling.any_sampled:
             tree, _ = sampled_chain(
                 ctx.bonus, logits[:, 0], lambda level, token, aux: (logits[:, level + 1], aux), None, ctx.keys, ctx.sampling,

@@ -64,6 +64,7 @@ class MtpDrafter(Drafter):
       layer_per_step: whether the layers serve the steps in turn (see the module's docstring).
       window, sink: how far back the layers attend, and how many leading positions they see regardless; None for all.
       sampled: draw chains from the draft's distribution and keep it, for rejection sampling and block verification.
+      most_steps: with a layer per step, so many of them are kept up to date even if num_steps is less.
     """
 
     draft: MtpConfig
@@ -74,6 +75,7 @@ class MtpDrafter(Drafter):
     window: int | None = None
     sink: int = 0
     sampled: bool = False
+    most_steps: int = 0
     name: ClassVar[str] = "NEXTN"
 
     @property
@@ -89,7 +91,7 @@ class MtpDrafter(Drafter):
     @property
     def num_used(self) -> int:
         """Layers in use."""
-        return min(self.num_steps, self.draft.num_layers) if self.layer_per_step else 1
+        return min(max(self.num_steps, self.most_steps), self.draft.num_layers) if self.layer_per_step else 1
 
     @property
     def key_lookahead(self) -> int:
