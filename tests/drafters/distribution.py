@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import ModelParams, forward, generate
+from jaxspec import ModelParams, forward
+from jaxspec.engine.batch import Batch, open_batch
 from tests.parity.checks.statistics import p_value
 
 PROMPT, LENGTH = (1, 4, 2), 3
@@ -27,11 +28,17 @@ def exact(target: ModelParams, temperature: float, top_k: int | None = None) -> 
     return outcomes, np.prod(steps, 0).tolist()
 
 
-def fit(target: ModelParams, rows: int, temperature: float, top_k: int | None = None, **options) -> tuple[float, list]:
-    """The p-value of `rows` answers drawn with `options` against the exact distribution, and the answers."""
-    answers = generate(
+def fit(target: ModelParams, rows: int, temperature: float, top_k: int | None = None, **options) -> tuple[float, Batch]:
+    """The p-value of `rows` answers drawn with `options` against the exact distribution, and their batch.
+
+    It is one batch of the device layer: an engine would take them in a few at a time.
+    """
+    batch = open_batch(
         target, [list(PROMPT)] * rows, temperature=temperature, top_k=top_k or -1, seed=list(range(rows)),
-        max_new_tokens=LENGTH, ignore_eos=True, page_size=4, **options,
+        max_new_tokens=LENGTH, ignore_eos=True, page_size=4, prefill_chunk=4, **options,
     )  # fmt: skip
-    assert sum(sum(answer.from_draft) for answer in answers) > rows / 20
-    return p_value([tuple(answer.tokens) for answer in answers], *exact(target, temperature, top_k)), answers
+    batch.prefill()
+    batch.run()
+    logs = batch.logs()
+    assert sum(log.from_draft.sum() for log in logs) > rows / 20
+    return p_value([tuple(log.tokens) for log in logs], *exact(target, temperature, top_k)), batch
