@@ -20,7 +20,7 @@ from jaxspec.kvcache import pages_for
 from jaxspec.requests import build_requests, whole_number
 from jaxspec.results import GenerationResult, result_of
 from jaxspec.round import Program
-from jaxspec.runtime import use_compilation_cache
+from jaxspec.runtime import own_settings, use_compilation_cache
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.tokenizer.text import Answer
 from jaxspec.verify import Verifier
@@ -61,6 +61,7 @@ class Speculation:
     draft: Any
 
     @classmethod
+    @own_settings()
     def choose(cls, params, draft, algorithm: str | Drafter, spec: SpecConfig | None, **tree: int | None) -> Speculation:
         """Settles all of it. Raises ConfigError where draft, algorithm and parameters do not fit each other."""
         if isinstance(draft, str | Path):

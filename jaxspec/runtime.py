@@ -65,6 +65,25 @@ def compiler_options() -> dict[str, int | str]:
     return {name: value for name, value in XLA_OPTIONS.items() if name not in own}
 
 
+@contextlib.contextmanager
+def own_settings() -> Iterator[None]:
+    """JAX as jaxspec is written for, whatever the process has set: 32-bit types by default, ranks promoted, NaN no error.
+
+    Its programs are the same under ``jax_enable_x64``, ``jax_numpy_rank_promotion`` and ``jax_debug_nans``. (What stands in
+    padding and free pages may be NaN; a row whose own logits are ends with an error.) ``jax_default_matmul_precision`` is the
+    user's.
+    """
+    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"), jax.debug_nans(False):
+        yield
+
+
+def placement(leaves: Sequence[Any]) -> tuple:
+    """Where arrays lie on purpose and where others go: part of what a compiled program depends on, as is the precision of
+    products."""
+    shardings = tuple(leaf.sharding if getattr(leaf, "committed", False) else None for leaf in leaves)
+    return (*shardings, jax.config.jax_default_device, jax.config.jax_default_matmul_precision)
+
+
 _COMPILED: dict[Any, Any] = {}
 _COMPILED_LOCK = threading.Lock()
 MAX_COMPILED = 64
@@ -86,7 +105,7 @@ def compiled(function, *args, graphs: bool = True, **static) -> tuple[Any, float
     """
     leaves, tree = jax.tree.flatten(args)
     shapes = tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
-    key = (function, tree, shapes, graphs, tuple(sorted(static.items())))
+    key = (function, tree, shapes, placement(leaves), graphs, tuple(sorted(static.items())))
     with _COMPILED_LOCK:
         known = _COMPILED.get(key)
         if known is not None:
@@ -97,7 +116,8 @@ def compiled(function, *args, graphs: bool = True, **static) -> tuple[Any, float
     options = compiler_options()
     if options and not graphs:
         options["xla_gpu_graph_min_graph_size"] = 1 << 30
-    program = function.lower(*args, **static).compile(options)
+    with own_settings():
+        program = function.lower(*args, **static).compile(options)
     with _COMPILED_LOCK:
         while len(_COMPILED) >= MAX_COMPILED:  # other threads have added theirs meanwhile
             del _COMPILED[next(iter(_COMPILED))]
@@ -133,21 +153,22 @@ def announced(names: Sequence[str]) -> Iterator[None]:
             print(f" {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
 
 
-def available_bytes() -> int | None:
-    """Memory that a new pool may take: free memory of the first device, or of this machine for a CPU; None if unknown."""
-    found = _memory()
+def available_bytes(device: jax.Device | None = None) -> int | None:
+    """Memory that a new pool may take: free memory of a device (None: the first), or of this machine for a CPU; None if
+    unknown."""
+    found = _memory(device)
     return None if found is None else found[1]
 
 
-def total_bytes() -> int | None:
-    """Memory of the first device, or of this machine for a CPU; None if unknown."""
-    found = _memory()
+def total_bytes(device: jax.Device | None = None) -> int | None:
+    """Memory of a device (None: the first), or of this machine for a CPU; None if unknown."""
+    found = _memory(device)
     return None if found is None else found[0]
 
 
-def _memory() -> tuple[int, int] | None:
+def _memory(device: jax.Device | None) -> tuple[int, int] | None:
     """(all, free) bytes."""
-    device = jax.devices()[0]
+    device = device or jax.devices()[0]
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
         if "bytes_limit" not in stats:
@@ -161,9 +182,9 @@ def _memory() -> tuple[int, int] | None:
         return None
 
 
-def check_memory(needed: int, what: str) -> None:
+def check_memory(needed: int, what: str, device: jax.Device | None = None) -> None:
     """Raises PoolTooLarge unless `needed` bytes are free for a KV pool of `what`; the message says what to turn."""
-    there = available_bytes()
+    there = available_bytes(device)
     if there is not None and needed > there:
         raise PoolTooLarge(
             f"the KV pool needs {needed:,} bytes, {there:,} are available ({what}): lower max_new_tokens or shorten the "

@@ -23,6 +23,11 @@ if importlib.util.find_spec("beartype"):  # a GPU machine may lack it
 def drop_compiled_programs():
     """Programs of one file serve no other; a process that keeps thousands runs out of memory maps and aborts."""
     yield
+    drop_programs()
+
+
+def drop_programs() -> None:
+    """Forgets everything that was compiled or traced."""
     from jaxspec import runtime
     from jaxspec.engine import kept
 

@@ -368,7 +368,7 @@ def test_a_draft_that_names_its_tokens_otherwise_is_refused():
 
 def test_a_pool_that_does_not_fit_says_what_to_lower(monkeypatch):
     kept.forget()
-    monkeypatch.setattr(runtime, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(runtime, "available_bytes", lambda device=None: 1000)
     with pytest.raises(runtime.PoolTooLarge, match="needs .* bytes, 1,000 are available.*max_new_tokens.*fewer prompts.*tree"):
         jaxspec.generate(tiny.target(), "HELLO", draft=tiny.small_draft())
 
@@ -378,8 +378,10 @@ def test_a_call_takes_less_than_the_usual_pool_where_that_does_not_fit(monkeypat
     kept.forget()
     most = 1 << 20
     asked, check = [], runtime.check_memory
-    monkeypatch.setattr(runtime, "available_bytes", lambda: most)
-    monkeypatch.setattr("jaxspec.engine.memory.check_memory", lambda needed, what: asked.append(needed) or check(needed, what))
+    monkeypatch.setattr(runtime, "available_bytes", lambda device=None: most)
+    monkeypatch.setattr(
+        "jaxspec.engine.memory.check_memory", lambda needed, *rest: asked.append(needed) or check(needed, *rest)
+    )
     assert jaxspec.generate(tiny.target(), prompts[0], draft=tiny.small_draft(), max_new_tokens=LENGTH).tokens == expected[0]
     assert [n > most for n in asked] == [True, False]
     kept.forget()

@@ -18,7 +18,7 @@ from jaxspec.kvcache import LayerKV, init_layers, pages_for
 from jaxspec.prefill import BLOCK, platform
 from jaxspec.requests import build_requests
 from jaxspec.round import Program, RoundState, prefill_chunk, run_rounds
-from jaxspec.runtime import check_memory, compiled
+from jaxspec.runtime import check_memory, compiled, own_settings
 from jaxspec.sampling import largest_class, sampling_class
 
 MANY_ROUNDS = 2**30
@@ -56,6 +56,7 @@ class Batch:
     prompts: list[list[int]]
     chunk: int
 
+    @own_settings()
     def prefill(self) -> None:
         """Takes in all prompts; every sequence has its first token then."""
         for _ in range(-(-max(map(len, self.prompts)) // self.chunk)):
@@ -63,6 +64,7 @@ class Batch:
             program, _ = compiled(prefill_chunk, *args, program=self.program, chunk=self.chunk)
             self.state = program(*args)
 
+    @own_settings()
     def run(self, rounds: int = MANY_ROUNDS) -> None:
         """Runs rounds on the device until all sequences are done, at most `rounds`."""
         self.allow(rounds)
@@ -70,6 +72,7 @@ class Batch:
         program, _ = compiled(run_rounds, *args, program=self.program)
         self.state = jax.block_until_ready(program(*args))
 
+    @own_settings()
     def allow(self, rounds: int) -> None:
         """Lets every row take part in `rounds` more rounds."""
         left = jnp.full_like(self.state.rounds_left, rounds)
@@ -87,6 +90,7 @@ class Batch:
         return found
 
 
+@own_settings()
 def open_batch(params: Any, prompts: Sequence[Any], **options: Any) -> Batch:
     """A batch, ready for `Batch.prefill`; options and errors as for `jaxspec.generate`, and ``capacity``.
 

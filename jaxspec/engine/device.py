@@ -218,9 +218,9 @@ class Device:
         memory, of_class = self.memory, launch.sampling_class
         keys = {key: static for key, static in (self._prefill_of(p, of_class) for p in launch.prefills)}
         rounds_key, rounds_static = self._rounds_of(of_class)
-        if (rounds_program, rounds_key) in memory.executables:
+        if memory.knows(rounds_program, rounds_key):
             rounds_static = None
-        if rounds_static is None and all((prefill_program, key) in memory.executables for key in keys):
+        if rounds_static is None and all(memory.knows(prefill_program, key) for key in keys):
             return
         common = (memory.tree, memory.draft_tree, memory.pools)
         rows = jax.eval_shape(lambda x: x, self.rows)

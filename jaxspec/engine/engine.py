@@ -17,7 +17,7 @@ from jaxspec.config import ConfigError, SpecConfig
 from jaxspec.engine.config import EngineConfig
 from jaxspec.engine.core import Core
 from jaxspec.engine.device import Device
-from jaxspec.engine.memory import Memory
+from jaxspec.engine.memory import Memory, device_of
 from jaxspec.engine.messages import Delta, Failed, Limits, QueueFull, Request, SchedulerConfig
 from jaxspec.engine.programs import pool_bytes
 from jaxspec.generation import Speculation, StreamChunk
@@ -266,7 +266,8 @@ class Engine:
             pages = pages_for(c.max_total_tokens, c.page_size)
         else:
             page = pool_bytes(self.chosen.program, self.chosen.draft_tree, 1, c.page_size, str(dtype))
-            there, total = available_bytes(), total_bytes()
+            device = device_of(self.params.tree, self.chosen.draft_tree)
+            there, total = available_bytes(device), total_bytes(device)
             if there is None or total is None:
                 raise ConfigError("this platform does not say how much memory it has: give max_total_tokens")
             room = there - (1 - c.mem_fraction_static) * total

@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 
+from jaxspec.config import ConfigError
 from jaxspec.engine.programs import pool_bytes, pools_program
 from jaxspec.kvcache import LayerKV
 from jaxspec.round import Program
-from jaxspec.runtime import announced, check_memory, compiled
+from jaxspec.runtime import announced, check_memory, compiled, own_settings
 
 COMPILERS = 4
 """Programs that are compiled at once."""
@@ -22,6 +23,25 @@ COMPILERS = 4
 LAUNCHES = threading.RLock()
 """Held by whoever compiles or launches: a program's first run on a GPU records a graph, during which no other thread may
 launch anything (`cudaErrorStreamCaptureUnjoined`)."""
+
+
+def device_of(tree: Any, draft_tree: Any) -> jax.Device:
+    """The device that holds a target and its draft, where pools and programs go as well.
+
+    Raises:
+      ConfigError: they lie on several devices.
+    """
+    found = {}
+    for name, part in (("target", tree), ("draft", draft_tree)):
+        leaves = [x for x in jax.tree.leaves(part) if getattr(x, "committed", False)]
+        found |= {device: name for leaf in leaves for device in leaf.devices()}
+    if len(found) > 1:
+        where = ", ".join(f"{device} ({name})" for device, name in found.items())
+        raise ConfigError(f"target and draft lie on several devices: {where}; put both on one with jax.device_put")
+    if found:
+        return next(iter(found))
+    leaf = jax.tree.leaves(tree)[0]
+    return next(iter(leaf.devices())) if isinstance(leaf, jax.Array) else jax.local_devices()[0]
 
 
 class Memory:
@@ -39,6 +59,7 @@ class Memory:
     def __init__(self, tree: Any, draft_tree: Any, program: Program, *, page_size: int, num_pages: int):
         """Zeroed pools. Raises PoolTooLarge if they do not fit."""
         self.tree, self.draft_tree, self.program = tree, draft_tree, program
+        self.device = device_of(tree, draft_tree)
         self.page_size, self.num_pages = page_size, num_pages
         self.dtype = str(tree["embedder"]["embedding"].dtype)
         self.compiled: list[tuple[float, float]] = []
@@ -51,8 +72,8 @@ class Memory:
     def zero(self) -> None:
         """Zeroed pools in place of what is there."""
         self.pools = None
-        check_memory(self.bytes, f"{(self.num_pages - 1) * self.page_size} positions in all")
-        with LAUNCHES:
+        check_memory(self.bytes, f"{(self.num_pages - 1) * self.page_size} positions in all", self.device)
+        with LAUNCHES, own_settings(), jax.default_device(self.device):
             self.pools = pools_program(self.draft_tree, **self.static)
 
     def use(self, draft_tree: Any) -> None:
@@ -68,18 +89,32 @@ class Memory:
 
     def run(self, function, key: Any, *args, **static) -> Any:
         """Runs a jitted function, compiled once for `key`, which must tell all its shapes and static arguments apart."""
-        program = self.executables.get((function, key))
+        program = self.executables.get((function, self._known(key)))
         if program is None:
             program = self.compile([(function, key, args, static)])[0]
         return program(*args)
 
+    def knows(self, function, key: Any) -> bool:
+        """Whether `run` would not compile."""
+        return (function, self._known(key)) in self.executables
+
+    @staticmethod
+    def _known(key: Any) -> tuple:
+        """A key with what its caller cannot know: the precision of products that the user wants now."""
+        return key, jax.config.jax_default_matmul_precision
+
+    def _compiled(self, function, args: tuple, static: dict) -> tuple[Any, float]:
+        with jax.default_device(self.device):  # where what depends on no parameter is to go
+            return compiled(function, *args, **static)
+
     def compile(self, wanted: list[tuple[Any, Any, tuple, dict]]) -> list[Any]:
         """Compiles what is missing of (function, key, arguments or their shapes, static arguments), all of it at once."""
+        wanted = [(f, self._known(key), args, static) for f, key, args, static in wanted]
         missing = [(f, key, args, static) for f, key, args, static in wanted if (f, key) not in self.executables]
         if missing:
             begun = time.perf_counter()
             with announced([f.__name__ for f, *_ in missing]), ThreadPoolExecutor(COMPILERS) as pool:
-                jobs = [pool.submit(compiled, f, *args, **static) for f, _, args, static in missing]
+                jobs = [pool.submit(self._compiled, f, args, static) for f, _, args, static in missing]
                 made = [job.result() for job in jobs]
             self.executables |= {(f, key): program for (f, key, *_), (program, _) in zip(missing, made, strict=True)}
             if any(seconds for _, seconds in made):

@@ -16,6 +16,7 @@ from jaxspec.engine.rows import Layout
 from jaxspec.kvcache import LayerKV, init_layers, join, split
 from jaxspec.models import decoder
 from jaxspec.round import Program, prefill_step, run_rounds
+from jaxspec.runtime import own_settings
 
 
 @partial(jax.jit, static_argnames="program", donate_argnames=("pools", "rows"))
@@ -59,6 +60,7 @@ put_program = jax.jit(table.put_blocks, donate_argnames="rows")
 report_program = jax.jit(table.report, static_argnames=("window", "rounds"), donate_argnames="rows")
 
 
+@own_settings()
 def pool_bytes(program: Program, draft_tree: Any, num_pages: int, page_size: int, dtype: str) -> int:
     """Bytes of pools of that many pages."""
     static = {"program": program, "num_pages": num_pages, "page_size": page_size, "dtype": dtype}

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.config import ConfigError
 from jaxspec.models.attend import causal_attend
 from jaxspec.models.decoder import FINAL_NORM, decode, embed, full_precision, unembed
+from jaxspec.runtime import own_settings
 
 
 class Forward(NamedTuple):
@@ -55,5 +56,6 @@ def forward(params, tokens) -> Forward:
         raise ConfigError(f"{ids.shape[-1]} tokens exceed the model's context of {config.max_positions}")
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
         raise ConfigError(f"token ids must lie in 0 … {config.vocab_size - 1}; got {int(ids.min())} … {int(ids.max())}")
-    out = _forward(config, params.tree, jnp.atleast_2d(ids).astype(jnp.int32))
+    with own_settings():
+        out = _forward(config, params.tree, jnp.atleast_2d(ids).astype(jnp.int32))
     return out if ids.ndim == 2 else Forward(out.logits[0], out.hidden_states[:, 0], out.final_norm[0])
