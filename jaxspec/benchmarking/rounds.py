@@ -25,10 +25,10 @@ from jaxspec.benchmarking.reads import round_reads
 from jaxspec.benchmarking.simulated import SimulatedAcceptance
 from jaxspec.config import ConfigError, SpecConfig
 from jaxspec.engine.batch import Batch, open_batch
-from jaxspec.generation import Speculation
 from jaxspec.kvcache import LayerKV, is_pool
 from jaxspec.round import RoundState, run_rounds
 from jaxspec.runtime import compiled
+from jaxspec.speculation import Speculation
 
 PROGRAM = "jit_run_rounds"
 PROFILED_ROUNDS = 4

@@ -19,6 +19,7 @@ from jaxspec.conversion.sources import Checkpoint, Part, open_checkpoint
 from jaxspec.drafters.kinds import format_of
 from jaxspec.files.errors import ConversionError
 from jaxspec.files.replacing import replacing
+from jaxspec.hub import locate
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -78,13 +79,11 @@ def convert(
       ConversionError: `src` is not recognised, damaged, or does not fit its configuration; `dst` exists and not `force`;
         `quantize` with `to_hf` or of a folder that is stored in eight bits already.
     """
-    from jaxspec.loading import resolve
-
     dst, kind = Path(dst).expanduser().absolute(), parse_dtype(dtype)
     check_method(quantize)
     if quantize is not None and to_hf:
         raise ConversionError(f"quantize={quantize!r} is for converted folders: published formats (to_hf) hold floats here")
-    path, target_path = resolve(src), None if target is None else resolve(target)
+    path, target_path = locate(src), None if target is None else locate(target)
     if quantize is not None and store.is_quantized(path):
         raise ConversionError(f"{path} is stored in eight bits already: convert its original to avoid rounding twice")
     checkpoint = open_checkpoint(path, None if target_path is None else target_config(target_path))

@@ -30,7 +30,8 @@ from jaxspec.conversion.targets import (
 from jaxspec.drafters.kinds import Source, algorithm_of, formats, imported, shapes_of
 from jaxspec.files import gguf_reader  # fmt: skip
 from jaxspec.files.errors import ConversionError, MissingFileError, reading
-from jaxspec.files.readers import TensorSource, open_tensors
+from jaxspec.files.folders import open_tensors
+from jaxspec.files.readers import TensorSource
 from jaxspec.files.values import check_config
 from jaxspec.tokenizer.tokenizer import TokenizerFiles
 

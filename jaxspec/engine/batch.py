@@ -20,6 +20,7 @@ from jaxspec.requests import build_requests
 from jaxspec.round import Program, RoundState, prefill_chunk, run_rounds
 from jaxspec.runtime import check_memory, compiled, own_settings
 from jaxspec.sampling import largest_class, sampling_class
+from jaxspec.speculation import Speculation
 
 MANY_ROUNDS = 2**30
 
@@ -96,8 +97,6 @@ def open_batch(params: Any, prompts: Sequence[Any], **options: Any) -> Batch:
 
     Rows have room for `capacity` positions even if these prompts need fewer.
     """
-    from jaxspec.generation import Speculation
-
     page_size, chunk, capacity = (options.pop(k, v) for k, v in (("page_size", 16), ("prefill_chunk", None), ("capacity", 0)))
     tree = {name: options.pop(name, None) for name in ("num_steps", "topk", "num_draft_tokens")}
     draft, algorithm, spec = (options.pop(k, v) for k, v in (("draft", None), ("algorithm", "auto"), ("spec", None)))

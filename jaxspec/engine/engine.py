@@ -20,13 +20,13 @@ from jaxspec.engine.device import Device
 from jaxspec.engine.memory import Memory, device_of
 from jaxspec.engine.messages import Delta, Failed, Limits, QueueFull, Request, SchedulerConfig
 from jaxspec.engine.programs import pool_bytes
-from jaxspec.generation import Speculation, StreamChunk
 from jaxspec.kvcache import pages_for
 from jaxspec.plain import plain
 from jaxspec.requests import build_requests, whole_number
-from jaxspec.results import GenerationResult, result_of
+from jaxspec.results import GenerationResult, StreamChunk, result_of
 from jaxspec.runtime import available_bytes, total_bytes, use_compilation_cache
 from jaxspec.sampling_params import GREEDY, SAMPLED
+from jaxspec.speculation import Speculation
 from jaxspec.tokenizer.text import Answer
 
 RUNNING = {"cpu": 8, "gpu": 64}

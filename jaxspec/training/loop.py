@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,13 @@ import optax
 
 from jaxspec import runtime
 from jaxspec.config import ConfigError, ModelConfig
-from jaxspec.conversion.mapping import flatten
 from jaxspec.models import decoder
 from jaxspec.params import DraftParams, ModelParams
 from jaxspec.training.data import Data, batch_rows
 from jaxspec.training.objective import Objective, View, cast, merge
 from jaxspec.training.output import Trained, as_stored, write_jsonl
 from jaxspec.training.reading import Reader, narrowed
-from jaxspec.training.state import latest_checkpoint, load_checkpoint, save_checkpoint
+from jaxspec.training.state import differing, latest_checkpoint, load_checkpoint, save_checkpoint
 from jaxspec.training.warm import Start
 
 LAST_STEP = 1 << 30
@@ -432,13 +431,6 @@ def digest(data: Data) -> str:
     for array in (data.tokens, data.supervised, data.temperatures):
         found.update(np.ascontiguousarray(array).tobytes())
     return found.hexdigest()[:16]
-
-
-def differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """Names of all that differs between two nested dicts, with both values."""
-    theirs, ours = flatten(theirs), flatten(ours)
-    names = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name, "nothing") != ours.get(name, "nothing"))
-    return ", ".join(f"{name} ({theirs.get(name, 'nothing')} there, {ours.get(name, 'nothing')} asked for)" for name in names)
 
 
 def remove_checkpoints(folder: Path) -> None:

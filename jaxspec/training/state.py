@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from jaxspec.config import ConfigError
 from jaxspec.conversion import store
+from jaxspec.conversion.mapping import flatten
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -65,3 +67,10 @@ def load_checkpoint(path: Path, like: Any) -> tuple[Any, dict]:
     except ValueError as error:
         raise ConfigError(f"{path} holds the state of another kind of head: {error}") from None
     return jax.tree.unflatten(tree, [stored[name] for name in shapes]), about
+
+
+def differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """Names of all that differs between two nested dicts, with both values."""
+    theirs, ours = flatten(theirs), flatten(ours)
+    names = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name, "nothing") != ours.get(name, "nothing"))
+    return ", ".join(f"{name} ({theirs.get(name, 'nothing')} there, {ours.get(name, 'nothing')} asked for)" for name in names)

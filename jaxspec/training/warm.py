@@ -12,7 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import ConfigError, ModelConfig
+from jaxspec.conversion import store
 from jaxspec.conversion.mapping import flatten
+from jaxspec.loading import load, load_draft
+from jaxspec.training import card
+from jaxspec.training.state import differing
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +88,6 @@ def read_start(folder: str | Path, objective: Any) -> Start:
       ConversionError: it is no converted folder.
       ConfigError: it is a head of another configuration.
     """
-    from jaxspec.conversion import store
-    from jaxspec.loading import load, load_draft
-    from jaxspec.training import card
-    from jaxspec.training.loop import differing
-
     folder = Path(folder).expanduser()
     config, data = store.read_config(folder)
     if type(config) is not type(objective.config):

@@ -14,7 +14,7 @@ from jaxspec.conversion.export import export_of, write_safetensors
 from jaxspec.conversion.mapping import flatten, unbuild
 from jaxspec.conversion.pipeline import target_config
 from jaxspec.drafters.dflash.config import DFlashConfig, default_taps
-from jaxspec.files.readers import open_tensors
+from jaxspec.files.folders import open_tensors
 from tests.conversion.test_eagle_conversion import edited, same, target_of
 from tests.drafters.dflash_cases import draft_config, random_draft, recorded, target
 

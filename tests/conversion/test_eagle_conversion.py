@@ -15,7 +15,7 @@ from jaxspec.conversion import ConversionError, convert
 from jaxspec.conversion.export import write_safetensors
 from jaxspec.conversion.pipeline import target_config
 from jaxspec.drafters.eagle.config import EagleConfig
-from jaxspec.files.readers import open_tensors
+from jaxspec.files.folders import open_tensors
 from tests.drafters.eagle_cases import trained
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"

@@ -18,7 +18,7 @@ from jaxspec.conversion.mapping import flatten
 from jaxspec.conversion.pipeline import write_converted
 from jaxspec.conversion.sources import Checkpoint, open_checkpoint
 from jaxspec.drafters.mtp.config import mtp_config
-from jaxspec.files.readers import open_tensors
+from jaxspec.files.folders import open_tensors
 from jaxspec.training import mtp as training
 from tests import tiny
 

@@ -14,7 +14,8 @@ from jaxspec.conversion.export import write_safetensors
 from jaxspec.conversion.sources import open_checkpoint
 from jaxspec.conversion.targets.deepseek import DequantizedTensors, deepseek_v2, deepseek_v3, dequantized
 from jaxspec.drafters.mtp.config import MtpConfig
-from jaxspec.files.readers import TensorInfo, open_tensors
+from jaxspec.files.folders import open_tensors
+from jaxspec.files.readers import TensorInfo
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 

@@ -15,7 +15,7 @@ from jaxspec.conversion import ConversionError, convert
 from jaxspec.conversion.export import write_safetensors
 from jaxspec.conversion.pipeline import target_config
 from jaxspec.drafters.uno.config import MODULES, UnoConfig
-from jaxspec.files.readers import open_tensors
+from jaxspec.files.folders import open_tensors
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 ADAPTER, TARGET = FIXTURES / "draft_uno_qwen3", FIXTURES / "target_qwen3"

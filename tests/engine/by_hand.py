@@ -15,9 +15,9 @@ from jaxspec.engine.core import Core
 from jaxspec.engine.device import Device
 from jaxspec.engine.memory import Memory
 from jaxspec.engine.messages import Delta, Launch, Limits, Request, SchedulerConfig
-from jaxspec.generation import Speculation
 from jaxspec.kvcache import pages_for
 from jaxspec.requests import build_requests
+from jaxspec.speculation import Speculation
 from tests.engine.cases import case_of
 
 PAGE_SIZE, MAX_LEN = 4, 96

@@ -14,11 +14,11 @@ from jaxspec.engine import device as device_module
 from jaxspec.engine import rows as table
 from jaxspec.engine import scheduler as policy
 from jaxspec.engine.rows import Layout
-from jaxspec.generation import Speculation
 from jaxspec.kvcache import LayerKV, is_pool, join, split, take_rows
 from jaxspec.round import RoundState, context
 from jaxspec.sampling import MAX_BIASES, MAX_STOP_IDS
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.speculation import Speculation
 from tests.drafters import test_rows_join as rows_join
 from tests.engine.by_hand import open_core, pair_for, requests_for, restart, run
 from tests.engine.cases import NAMES, case_of, texts

@@ -11,8 +11,8 @@ import pytest
 import jaxspec
 from jaxspec.conversion import ConversionError, convert
 from jaxspec.conversion.mapping import all_finite
+from jaxspec.files.folders import open_tensors
 from jaxspec.files.gguf_reader import GGUFReader
-from jaxspec.files.readers import open_tensors
 from tests.conversion.gguf_files import write_gguf
 from tests.files.archives import FIXTURES, raw_safetensors, read_all, save_safetensors
 

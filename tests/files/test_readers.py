@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxspec.files.errors import ConversionError, MissingFileError, UnsafePickleError
-from jaxspec.files.readers import SAFETENSORS_DTYPES, SafetensorsReader, open_tensors
+from jaxspec.files.folders import open_tensors
+from jaxspec.files.readers import SAFETENSORS_DTYPES, SafetensorsReader
 from jaxspec.files.torch_reader import TorchReader
 from tests.files.archives import push, raw_safetensors, read_all, save_safetensors, save_torch, tensor_opcodes
 

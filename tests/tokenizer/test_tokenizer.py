@@ -306,7 +306,7 @@ def test_smollm2_agrees_with_transformers():
     from transformers import AutoTokenizer
 
     from jaxspec.files.gguf_reader import GGUFReader
-    from jaxspec.loading import demo_file
+    from jaxspec.hub import demo_file
 
     try:
         file = demo_file("smollm2-135m")

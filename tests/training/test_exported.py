@@ -19,8 +19,8 @@ from jaxspec.conversion import convert
 from jaxspec.drafters.mtp import model as mtp_model
 from jaxspec.drafters.uno import model as uno_model
 from jaxspec.files.errors import MissingFileError
-from jaxspec.files.readers import open_tensors
-from jaxspec.loading import demo_file
+from jaxspec.files.folders import open_tensors
+from jaxspec.hub import demo_file
 from jaxspec.models import decoder
 from jaxspec.models.attend import causal_attend
 from tests.drafters.eagle_cases import FIXTURES

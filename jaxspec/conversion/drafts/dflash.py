@@ -18,7 +18,8 @@ from jaxspec.conversion.targets import hf
 from jaxspec.conversion.targets.hf_config import get, is_named, main_rope, need, published, read_json, windows_of
 from jaxspec.drafters.dflash.config import DFlashConfig, check_target, default_taps
 from jaxspec.files.errors import ConversionError
-from jaxspec.files.readers import TensorInfo, TensorSource, open_tensors
+from jaxspec.files.folders import open_tensors
+from jaxspec.files.readers import TensorInfo, TensorSource
 
 ARCHITECTURES = ("DFlash", "DSpark", "MuseGlimmerAssistant")
 """Parts of the class names under which block drafts are published."""

@@ -20,7 +20,8 @@ from jaxspec.conversion.targets import hf
 from jaxspec.conversion.targets.hf_config import get, is_named, main_rope, need, published, read_json, windows_of
 from jaxspec.drafters.eagle.config import EagleConfig, check_target, default_taps
 from jaxspec.files.errors import ConversionError, MissingFileError
-from jaxspec.files.readers import TensorSource, open_tensors
+from jaxspec.files.folders import open_tensors
+from jaxspec.files.readers import TensorSource
 from jaxspec.models.decoder import FINAL_NORM
 
 ARCHITECTURES = ("Eagle", "PEagle")

@@ -19,7 +19,8 @@ from jaxspec.conversion.targets import deepseek, hf, hf_config
 from jaxspec.conversion.targets.hf_config import get, need
 from jaxspec.drafters.mtp.config import MtpConfig, mtp_config
 from jaxspec.files.errors import ConversionError
-from jaxspec.files.readers import TensorSource, open_tensors
+from jaxspec.files.folders import open_tensors
+from jaxspec.files.readers import TensorSource
 
 
 @dataclasses.dataclass(frozen=True)

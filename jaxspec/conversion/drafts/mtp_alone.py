@@ -18,7 +18,8 @@ from jaxspec.conversion.mapping import Ignored, Rule
 from jaxspec.conversion.targets import deepseek, hf_config
 from jaxspec.drafters.mtp.config import MtpConfig
 from jaxspec.files.errors import ConversionError
-from jaxspec.files.readers import TensorSource, open_tensors
+from jaxspec.files.folders import open_tensors
+from jaxspec.files.readers import TensorSource
 
 
 def is_alone(folder: Path) -> bool:

@@ -19,7 +19,8 @@ from jaxspec.conversion.targets import hf
 from jaxspec.conversion.targets.hf_config import read_json
 from jaxspec.drafters.uno.config import PRODUCTS, UnoConfig
 from jaxspec.files.errors import ConversionError
-from jaxspec.files.readers import TensorInfo, TensorSource, open_tensors
+from jaxspec.files.folders import open_tensors
+from jaxspec.files.readers import TensorInfo, TensorSource
 
 CONFIG_FILE, FOLDER, PREFIX = "adapter_config.json", "adapter", "base_model.model.model."
 

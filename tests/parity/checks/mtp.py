@@ -19,7 +19,7 @@ from jaxspec.conversion.targets import hf_config
 from jaxspec.drafters.mtp import model as mtp_model
 from jaxspec.drafters.mtp.config import MtpConfig
 from jaxspec.drafters.mtp.drafter import MtpDrafter
-from jaxspec.files.readers import open_tensors
+from jaxspec.files.folders import open_tensors
 from jaxspec.loading import DraftParams, ModelParams, load_draft
 from jaxspec.trees.tree import pack_bits
 from tests.parity.checks import Case, Mismatch, load_case
