@@ -31,7 +31,8 @@ from jaxspec.drafters.ngram.history import NgramHistory
 from jaxspec.drafters.options import DraftOptions
 from jaxspec.drafters.uno.config import UnoOptions
 from jaxspec.engine.config import EngineConfig
-from jaxspec.engine.engine import Engine, EngineStats, EngineStopped, LaunchFailed
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.handle import EngineStats, EngineStopped, LaunchFailed
 from jaxspec.engine.messages import QueueFull
 from jaxspec.generation import generate, stream
 from jaxspec.loading import load, load_draft

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.cases import NAMES
+from tests.fast_compile import FLAGS
 
 ROOT = Path(__file__).parents[1]
 STRICT = {"JAX_ENABLE_X64": "1", "JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_DEBUG_NANS": "1"}
@@ -19,8 +20,6 @@ SETTINGS = {"all": STRICT, "matmul precision": {"JAX_DEFAULT_MATMUL_PRECISION": 
 def run(names, devices: int = 1, **environment: str) -> list[str]:
     """The lines that the script prints."""
     command = [sys.executable, "-m", "tests.settings_script", *names]
-    from tests.fast_compile import FLAGS
-
     flags = f"{FLAGS} --xla_force_host_platform_device_count={devices}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, **environment}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=800)

@@ -14,21 +14,12 @@ from typing import Any
 import numpy as np
 
 from jaxspec.config import ModelConfig
-from jaxspec.conversion import store  # fmt: skip
-from jaxspec.conversion.drafts import (
-    mtp,  # fmt: skip
-    peft,  # fmt: skip
-)
+from jaxspec.conversion import store
+from jaxspec.conversion.drafts import mtp, peft
 from jaxspec.conversion.mapping import COPY, Ignored, Rule, build, check, flatten, table
-from jaxspec.conversion.targets import (
-    deepseek,  # fmt: skip
-    gguf,  # fmt: skip
-    gguf_tokenizer,  # fmt: skip
-    hf,  # fmt: skip
-    hf_config,  # fmt: skip
-)
+from jaxspec.conversion.targets import deepseek, gguf, gguf_tokenizer, hf, hf_config
 from jaxspec.drafters.kinds import Source, algorithm_of, formats, imported, shapes_of
-from jaxspec.files import gguf_reader  # fmt: skip
+from jaxspec.files import gguf_reader
 from jaxspec.files.errors import ConversionError, MissingFileError, reading
 from jaxspec.files.folders import open_tensors
 from jaxspec.files.readers import TensorSource

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxspec.engine.jobs import Row
 from jaxspec.engine.messages import Delta, Device, Failed, Future, Request, SchedulerConfig
-from jaxspec.engine.scheduler import Row, Scheduler
+from jaxspec.engine.scheduler import Scheduler
 
 WINDOW = 40
 """Reports over which the throughput is taken."""

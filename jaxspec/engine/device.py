@@ -29,6 +29,7 @@ from jaxspec.engine.programs import (
 from jaxspec.engine.rows import Layout
 from jaxspec.kvcache import pages_for
 from jaxspec.round import Program
+from jaxspec.runtime import own_settings
 from jaxspec.sampling_params import CLASSES, SamplingParams
 from pallas_kernels.attention.fused import Implementation
 
@@ -212,6 +213,7 @@ class Device:
             rounds_program, key, memory.tree, memory.draft_tree, memory.pools, self.rows, **static
         )  # fmt: skip
 
+    @own_settings()
     def _compile_ahead(self, launch: Launch) -> None:
         """Compiles the large programs of a launch with prefill, and of the rounds behind it, side by side: nobody waits for
         one after the other."""
@@ -243,8 +245,9 @@ class Device:
     def warm(self, classes: Iterable[str] = CLASSES) -> None:
         """Compiles all that launches of these sampling classes can ask for: afterwards no launch compiles anything."""
         rehearsal = Rehearsal(self.memory)
-        Device(rehearsal, self.limits, self.long, self.rounds)._rehearse(tuple(classes))
-        self.memory.compile(list(rehearsal.wanted.values()))
+        with LAUNCHES:
+            Device(rehearsal, self.limits, self.long, self.rounds)._rehearse(tuple(classes))
+            self.memory.compile(list(rehearsal.wanted.values()))
 
     def _rehearse(self, classes: tuple[str, ...]) -> None:
         limits, empty = self.limits, Launch(0, 0, None, Orders(), (), (), 0, CLASSES[0])

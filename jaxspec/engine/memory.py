@@ -131,6 +131,7 @@ class Rehearsal:
         self.program, self.page_size, self.dtype = memory.program, memory.page_size, memory.dtype
         self.wanted: dict[Any, tuple] = {}
 
+    @own_settings()
     def run(self, function, key: Any, *args, **static) -> Any:
         """Shapes of the outputs."""
         shapes = jax.eval_shape(lambda *xs: xs, *args)

@@ -6,7 +6,6 @@ a row *decodes* when all of its prompt has been launched.
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from collections import deque
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from jaxspec.config import ConfigError
 from jaxspec.engine.blocks import pack_prefill
+from jaxspec.engine.jobs import NO_LOG, Job, Row
 from jaxspec.engine.messages import (
     CLEAR,
     FINISH_AND_CLEAR,
@@ -31,7 +31,7 @@ from jaxspec.engine.messages import (
 )
 from jaxspec.engine.pages import PagePool, pages_for
 from jaxspec.engine.prefix import Node, PrefixCache, edges, immutable
-from jaxspec.sampling_params import CLASSES, sampling_class
+from jaxspec.sampling_params import CLASSES
 
 LPM_LIMIT = 128
 """With more waiting requests, "longest cached prefix first" costs more than it brings: arrival decides."""
@@ -40,65 +40,6 @@ SHRINK_AFTER = 32
 FIRST_RATIO, LAST_RATIO, RATIO_LAUNCHES, MOST_RESERVED = 0.7, 0.14, 600, 4096
 """Share of its remaining output for which a running row counts at admission: where it starts, to which part of that it falls,
 within how many decode launches; and the most tokens of a row that count."""
-
-NO_LOG = np.zeros(0, np.int32)
-
-
-class Job:
-    """A request that has not ended: its official tokens, its log, and its row while it has one."""
-
-    __slots__ = (
-        "arrival", "cached_tokens", "count", "first_edge", "kind", "limit", "log", "order", "proposed", "request",
-        "retractions", "rounds", "row", "tokens", "waits_for",
-    )  # fmt: skip
-
-    def __init__(self, request: Request, arrival: int, limit: int, order: tuple, first_edge: tuple | None):
-        self.request, self.arrival, self.limit, self.order, self.first_edge = request, arrival, limit, order, first_edge
-        self.count = len(request.ids)
-        self.tokens = np.empty(limit, np.int32)
-        self.tokens[: self.count] = request.ids
-        self.log: list[RowReport] = []
-        self.rounds = self.proposed = self.retractions = 0
-        self.cached_tokens = -1
-        self.kind = CLASSES.index(sampling_class(request.sampling))
-        self.row: Row | None = None
-        self.waits_for: Row | None = None
-
-    @property
-    def emitted(self) -> int:
-        """Tokens of output."""
-        return self.count - len(self.request.ids)
-
-    @property
-    def fill(self) -> int:
-        """Positions that prefill has to take in: the prompt, or of a resumed request all before its bonus token."""
-        return self.count - 1 if self.emitted else self.count
-
-    def delta(self, news: RowReport | None, reason: Reason | None) -> Delta:
-        """What `news` brought."""
-        tokens, logs = (
-            ([], (NO_LOG,) * 3) if news is None else (news.tokens, (news.from_draft, news.round_of, news.proposed_upto))
-        )
-        return Delta(self.request.rid, tokens, *logs, reason, max(self.cached_tokens, 0), self.retractions)
-
-
-class Row:
-    """A job's place in the table. Reports and launches hold rows, not indices: a late one never reaches another job's row."""
-
-    __slots__ = (
-        "common", "cursor", "decodes_from", "fill", "index", "job", "known", "launched", "limit", "namespace", "pages",
-        "retired", "sent", "unread",
-    )  # fmt: skip
-
-    def __init__(self, job: Job, index: int, pages: list[int], cached: int, cursor: tuple[Node, int] | None):
-        self.job, self.index, self.pages, self.cursor = job, index, pages, cursor
-        self.known = self.launched = cached
-        self.fill, self.limit, self.namespace = job.fill, job.limit, job.request.namespace
-        self.sent = -1  # pages that the device knows of; -1 before the admission was launched
-        self.unread = 0  # rounds launched for the row whose report was not read
-        self.decodes_from: float = math.inf  # the first launch that may run rounds of it
-        self.common: dict[Job, int] = {}  # pages that waiting jobs share with it, while its prefill lasts
-        self.retired = False
 
 
 def concerns(row: Row | None) -> bool:

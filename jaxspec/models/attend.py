@@ -18,7 +18,7 @@ from pallas_kernels.layer import gated_rope_write, rope_write
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttend:
-    """Writes the rows' keys and values at `slots`, then runs `pallas_kernels.attention.api` (its arguments).
+    """Writes the rows' keys and values at `slots`, then runs `pallas_kernels.tree_attention` (its arguments).
 
     `fresh` says that nothing is committed and all T rows stand in causal order, and which implementation attends then: the
     rows' own keys and values are all that there is, and the pages are written but not read. Rows that do not exist stand

@@ -42,7 +42,7 @@ def paged_forward(
       valid: rows that exist; the others write nothing and their output means nothing.
       inflight_positions: positions of all M >= T entries behind `base`, the rows being the last T of them, -1 for
         entries that do not exist; None when the rows are the only ones.
-      visible: see `pallas_kernels.attention.api`; None for causal order.
+      visible: see `pallas_kernels.tree_attention`; None for causal order.
       taps: see `decoder.decode`.
       fresh: see `PagedAttend`; for causal rows alone, behind no committed ones.
       rows: see `decoder.decode`.

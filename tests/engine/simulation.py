@@ -191,3 +191,16 @@ class Simulation:
         self.core.scheduler.check()
         assert self.core.flush()
         assert pool.free == pool.total
+
+
+def tokens(count: int, first: int = 0) -> np.ndarray:
+    """`count` ids in a row, from `first`."""
+    return (np.arange(count, dtype=np.int32) + first) % 61
+
+
+def simulate(config: SchedulerConfig = DEFAULT, **limits) -> Simulation:
+    """A simulation without chance that keeps what was launched and said."""
+    sim = Simulation(make_limits(**limits), config, stall=0.0, most_delay=0)
+    sim.keep_deltas = True
+    sim.device.launches = []
+    return sim

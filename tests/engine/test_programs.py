@@ -7,11 +7,13 @@ import os
 
 import jax
 import jax.monitoring
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxspec
 from jaxspec.engine import kept
+from jaxspec.engine.memory import Rehearsal
 from jaxspec.engine.programs import prefill_program, rounds_program
 from jaxspec.models.forward import forward
 from tests import tiny
@@ -160,3 +162,9 @@ def test_first_tokens_have_the_targets_distribution():
 @pytest.mark.slow
 def test_twenty_thousand_first_tokens_have_the_targets_distribution():
     first_tokens(20_000)
+
+
+def test_a_rehearsal_knows_no_64_bit_types():
+    with jax.enable_x64(True), open_engine() as engine:
+        rehearsal = Rehearsal(engine.memory)
+        assert rehearsal.run(jax.jit(lambda x: x + jnp.arange(3).sum()), "key", np.zeros(3, np.int32)).dtype == np.int32

@@ -34,7 +34,7 @@ class PEagleDrafter(EagleDrafter):
     """Drafts a chain of num_steps tokens from one pass.
 
     Attributes:
-      most_steps: mask slots of the pass, one more than these; the state keeps so many outputs. 0: as many as num_steps.
+      most_steps: steps that the pass and the state are made for, num_steps or more; 0: num_steps.
     """
 
     most_steps: int = 0
