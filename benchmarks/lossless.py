@@ -14,9 +14,11 @@ import argparse
 import concurrent.futures
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from oracle import OracleDrafter, known
 
 import jaxspec
 from jaxspec.benchmarking import shapes
@@ -39,9 +41,14 @@ RUNS = {
     "dspark tree 16": ({"topk": 4, "num_draft_tokens": 16}, "dspark"),
     "uno 8/1/8": ({"num_steps": 1, "topk": 1, "num_draft_tokens": 8}, "uno"),
     "self 3/4/16": ({"num_steps": 3, "topk": 4, "num_draft_tokens": 16}, "self"),
+    "oracle chain 4": ({"algorithm": OracleDrafter(3)}, "answers"),
+    "oracle chain 16": ({"algorithm": OracleDrafter(15, error=0.125)}, "answers"),
+    "oracle tree 21": ({"algorithm": OracleDrafter(5, 4)}, "answers"),
+    "oracle tree 65": ({"algorithm": OracleDrafter(8, 8, error=0.125)}, "answers"),
 }
-"""Name → (options of `generate`, the draft: a random one of this shape, a small random model ("model"), the target itself, or
-none)."""
+"""Name → (options of `generate`, the draft: a random one of this shape, a small random model ("model"), the target itself, the
+target's own answers with a fixed rate of errors ("answers"), or none). Random heads accept next to nothing: that long accepted
+paths change nothing the oracles show."""
 SMALL_MODELS = ("llama-1b", "smollm2-135m", "tiny")
 """A random draft model is the first of these that speaks the target's vocabulary."""
 SHIPPED = {
@@ -50,8 +57,9 @@ SHIPPED = {
     "eagle3 shipped 5/8/64": {"algorithm": "eagle3", "num_steps": 5, "topk": 8, "num_draft_tokens": 64},
     "eagle shipped 5/4/8": {"algorithm": "eagle", "num_steps": 5, "topk": 4, "num_draft_tokens": 8},
     "mtp shipped 3/1/4": {"algorithm": "nextn", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
-    "dspark shipped": {"algorithm": "dspark"},
+    "dspark shipped chain": {"algorithm": "dspark", "topk": 1},
     "dspark shipped tree": {"algorithm": "dspark", "topk": 4, "num_draft_tokens": 16},
+    "dflash shipped chain": {"algorithm": "dflash", "topk": 1},
     "dflash shipped tree": {"algorithm": "dflash", "topk": 4, "num_draft_tokens": 16},
     "uno shipped 1/8": {"algorithm": "uno", "topk": 1, "num_draft_tokens": 8},
     "uno shipped 7/4/16": {"algorithm": "uno", "num_steps": 7, "topk": 4, "num_draft_tokens": 16},
@@ -68,13 +76,15 @@ def run_names(target: ModelParams, asked: list[str] | None) -> list[str]:
     return asked or [*RUNS, *there]
 
 
-def options_of(name: str, target: ModelParams, dtype: str) -> dict:
-    """A run's options of `generate`, with its draft."""
+def options_of(name: str, target: ModelParams, dtype: str, answers: Callable[[], dict]) -> dict:
+    """A run's options of `generate`, with its draft; `answers` gives an oracle's parameters."""
     if name in SHIPPED:
         return SHIPPED[name]
     options, draft = RUNS[name]
     if draft is None:
         return options
+    if draft == "answers":
+        return {**options, "draft": answers()}
     if draft == "self":
         return {**options, "draft": target}
     if draft == "model":
@@ -112,9 +122,12 @@ def main() -> int:
     names, start = run_names(target, args.runs), time.perf_counter()
     rows, failed = [], 0
 
+    def answers() -> dict:
+        return known(prompts, [result.tokens for result in reference.result()[0]])
+
     def generated(name: str | None) -> tuple[list[GenerationResult], float]:
         begun = time.perf_counter()
-        choice = {"algorithm": "none"} if name is None else options_of(name, target, args.dtype)
+        choice = {"algorithm": "none"} if name is None else options_of(name, target, args.dtype, answers)
         return jaxspec.generate(target, prompts, **choice, **options), time.perf_counter() - begun
 
     # Compiling takes nearly all the time: several runs at once, each with a draft that is dropped at its end.
