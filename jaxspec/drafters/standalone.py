@@ -16,7 +16,8 @@ from jaxspec.drafters.base import Drafter, Proposal, RoundContext
 from jaxspec.kvcache import LayerKV, init_layers
 from jaxspec.models import decoder
 from jaxspec.models.paged import paged_forward
-from jaxspec.trees.tree import grow, top_k_probabilities
+from jaxspec.trees.tree import grow
+from pallas_kernels.vocabulary.api import top_k_probabilities
 
 LEAST_COMMON = 0.9
 """Tokens with the same id, as a part of the smaller vocabulary, without which the other vocabulary is another one."""
