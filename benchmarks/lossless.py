@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import json
 import sys
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 
 import jaxspec
 from jaxspec.benchmarking import shapes
 from jaxspec.benchmarking.decode import read_prompts
+from jaxspec.benchmarking.records import write_rows
 from jaxspec.params import ModelParams
 from jaxspec.prompts import encode_prompts
 from jaxspec.results import GenerationResult
@@ -102,8 +101,6 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=4, help="runs that compile at once (default: 4)")
     parser.add_argument("--json", type=Path, help="written after every run")
     args = parser.parse_args()
-    words = zip(sys.argv, sys.argv[1:], strict=False)
-    args.shown = ["benchmarks/lossless.py", *("DATA/mt_bench.jsonl" if b == "--prompts" else w for b, w in words)]
     built_in = args.target in shapes.MODELS and args.prompts is None
     target = shapes.random_model(args.target, args.dtype) if built_in else jaxspec.load(args.target, dtype=args.dtype)
     options = {"max_new_tokens": args.tokens, "ignore_eos": True}
@@ -143,14 +140,11 @@ def main() -> int:
             })  # fmt: skip
             found = f"{len(changed)} of {len(prompts)} answers change, after {before} equal tokens" if changed else "equal"
             print(f"{name:22} {found:56} accept length {np.mean(accept):.2f}  ({seconds:.0f} s)", flush=True)
-            report = {
-                "target": args.target, "dtype": args.dtype, "tokens": args.tokens, "batch": args.batch,
-                "rows": sorted(rows, key=lambda row: names.index(row["name"])), "missing": sorted(running.values()),
-                "device": jax.devices()[0].device_kind, "jax": jax.__version__,
-                "command": " ".join(["python", *args.shown]),
-            }  # fmt: skip
             if args.json:
-                args.json.write_text(json.dumps(report, indent=1) + "\n")
+                write_rows(
+                    args.json, sorted(rows, key=lambda row: names.index(row["name"])), target=args.target, dtype=args.dtype,
+                    tokens=args.tokens, batch=args.batch, missing=sorted(running.values()),
+                )  # fmt: skip
     print(f"{len(rows)} of {len(names)} runs in {time.perf_counter() - start:.0f} s, {failed} with other answers or none")
     return int(failed > 0 and args.dtype == "float32")
 

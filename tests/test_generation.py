@@ -374,6 +374,17 @@ def test_a_pool_that_does_not_fit_says_what_to_lower(monkeypatch):
         jaxspec.generate(tiny.target(), "HELLO", draft=tiny.small_draft())
 
 
+def test_activations_that_do_not_fit_say_what_to_lower(monkeypatch):
+    kept.forget()
+    runtime.forget_compiled()
+    pool, check = [], runtime.check_memory
+    monkeypatch.setattr("jaxspec.engine.memory.check_memory", lambda needed, *rest: pool.append(needed) or check(needed, *rest))
+    monkeypatch.setattr(runtime, "available_bytes", lambda device=None: pool[-1] if pool else 1 << 30)
+    with pytest.raises(runtime.PoolTooLarge, match=r"activations of '\w+' need [\d,]+ bytes.*prefill_chunk.*num_draft_tokens"):
+        jaxspec.generate(tiny.target(), "HELLO " * 40, prefill_chunk=4096, page_size=1, max_new_tokens=1)
+    kept.forget()
+
+
 def test_a_call_takes_less_than_the_usual_pool_where_that_does_not_fit(monkeypatch, reference):
     prompts, expected = reference
     kept.forget()

@@ -32,6 +32,8 @@ for folder in (HERE.parent, HERE.parents[2]):
 from timing import Rows  # noqa: E402
 from watch import Watch  # noqa: E402
 
+from jaxspec.benchmarking.records import write_rows  # noqa: E402
+
 LAYERS, HEADS = 32, 2
 SHAPES = {"qkv": (4096, 6144), "out": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096), "head": (4096, 128256)}
 IN_PASS = {name: 1 if name == "head" else LAYERS for name in SHAPES}
@@ -191,7 +193,9 @@ def main() -> int:
             subprocess.run(command, timeout=left, env={**os.environ, "XLA_FLAGS": flags})
         except subprocess.TimeoutExpired:
             break
-    report(Rows(out, "sustained", 0).rows)
+    rows = Rows(out, "sustained", 0).rows
+    write_rows(out / "table.json", rows)
+    report(rows)
     return 0
 
 

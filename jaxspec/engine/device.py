@@ -55,13 +55,14 @@ class Flight:
         window = (data.shape[1] - fixed) // 4
         rows = []
         for line in data:
-            length, done, stopped, rounds, proposed, count = line[:fixed].tolist()
+            length, done, stopped, broken, rounds, proposed, count = line[:fixed].tolist()
             tokens, from_draft, round_of, upto = (line[fixed + i * window :][:count] for i in range(4))
             rows.append(
                 RowReport(
                     length=length,
                     done=bool(done),
                     stopped=bool(stopped),
+                    broken=bool(broken),
                     tokens=tokens.tolist(),
                     from_draft=from_draft.astype(bool),
                     round_of=round_of,
