@@ -11,6 +11,7 @@ from typing import Any
 from jaxspec import cli
 from jaxspec.config import ConfigError, SpecConfig
 from jaxspec.drafters.kinds import KINDS
+from jaxspec.prefill import PREFILL_ATTENTION
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     p_prefill.add_argument("--batch", type=int, default=1, help="prompts at once (default: 1)")
     p_prefill.add_argument("--repeats", type=int, default=5, help="the median of so many runs (default: 5)")
     p_prefill.add_argument("--prefill-chunk", type=int, help="prompt tokens per program (default: chosen by length)")
-    p_prefill.add_argument("--attention", nargs="+", default=("auto",), choices=("auto", "paged", "cudnn", "xla"),
+    p_prefill.add_argument("--attention", nargs="+", default=("auto",), choices=PREFILL_ATTENTION,
                            help="of a prompt's first chunk; several: one after the other (default: auto)")  # fmt: skip
 
     p_compare = command("compare", "Speculation on against off on your prompts; exit status 1 when a greedy answer differs.")

@@ -24,7 +24,7 @@ from jaxspec.pytree import pytree
 from jaxspec.sampling import FULL, SamplingState, process_logits, round_keys
 from jaxspec.trees.tree import DraftTree, root_only
 from jaxspec.verify import Acceptance, Verifier
-from pallas_kernels.attention.fused import Implementation
+from pallas_kernels.attention.rows import Library
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +271,7 @@ def run_rounds(params: dict, draft_params: Any, state: RoundState, *, program: P
 @partial(jax.jit, static_argnames=("program", "chunk", "fresh", "ends"), donate_argnames="state")
 def prefill_chunk(
     params: dict, draft_params: Any, state: RoundState, continued: Bool[Array, " B"] | None = None, *, program: Program,
-    chunk: int, fresh: Implementation | None = None, ends: int | None = None,
+    chunk: int, fresh: Library | None = None, ends: int | None = None,
 ) -> RoundState:  # fmt: skip
     """`prefill_step` as one program."""
     with decoder.full_precision(params):
@@ -279,7 +279,7 @@ def prefill_chunk(
 
 
 def prefill_step(
-    program: Program, params: dict, draft_params: Any, state: RoundState, chunk: int, fresh: Implementation | None = None,
+    program: Program, params: dict, draft_params: Any, state: RoundState, chunk: int, fresh: Library | None = None,
     continued: Bool[Array, " B"] | None = None, ends: int | None = None,
 ) -> RoundState:  # fmt: skip
     """Takes in the next `chunk` positions of every row that still has some; one whose prompt ends there gets its first token.

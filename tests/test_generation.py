@@ -16,6 +16,7 @@ from jaxspec.drafters.ngram.config import NgramConfig
 from jaxspec.drafters.ngram.history import NgramHistory
 from jaxspec.engine import kept
 from jaxspec.engine.device import Device
+from pallas_kernels.attention import rows
 from tests import tiny
 
 LENGTH = 40
@@ -87,7 +88,7 @@ def test_prefill_attention_is_chosen_by_model_and_device(monkeypatch):
     with pytest.raises(ConfigError, match="prefill_attention='flash' must be one of auto, paged, cudnn, xla"):
         jaxspec.generate(tiny.target(), [1, 2], prefill_attention="flash")
     asked = []
-    monkeypatch.setattr(prefill, "serves", lambda *kind: asked.append(kind) or True)
+    monkeypatch.setattr(rows, "attends_over_rows", lambda *kind: asked.append(kind) or True)
     assert [choose("paged"), choose(), choose("cudnn")] == [None, "cudnn", "cudnn"] and len(asked) == 2
 
 

@@ -15,10 +15,9 @@ from jaxspec.trees.tree import (
     pack_bits,
     root_only,
     select_candidates,
-    top_k,
-    top_k_probabilities,
     unpack_bits,
 )
+from pallas_kernels.vocabulary.api import top_k, top_k_probabilities
 
 NODES, DEPTH = 8, 4
 build = jax.jit(partial(from_parents, max_depth=DEPTH))

@@ -21,7 +21,8 @@ from jaxspec.drafters.standalone.vocabulary import (
 from jaxspec.kvcache import LayerKV, init_layers
 from jaxspec.models import decoder
 from jaxspec.models.paged import paged_forward
-from jaxspec.trees.tree import grow, top_k_probabilities
+from jaxspec.trees.tree import grow
+from pallas_kernels.vocabulary.api import top_k_probabilities
 
 
 class StandaloneState(NamedTuple):

@@ -14,7 +14,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import device
 from pallas_kernels.triton_blocks import whole
 
 
@@ -23,9 +22,6 @@ def serves(heads: Array, cos: Array, k_pages: Array, v_pages: Array) -> bool:
     D, half = heads.shape[-1], cos.shape[-1]
     sizes = 2 * half == D == k_pages.shape[-1] == v_pages.shape[-1] and half >= 16 and half & (half - 1) == 0
     return sizes and all(jnp.issubdtype(x.dtype, jnp.floating) for x in (heads, k_pages, v_pages))
-
-
-available = device.runs_triton
 
 
 def results(B: int, T: int, G: int, dtype, k_pages: Array, v_pages: Array, by_head: bool) -> list[jax.ShapeDtypeStruct]:
