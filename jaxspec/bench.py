@@ -11,7 +11,7 @@ from typing import Any
 from jaxspec import cli
 from jaxspec.config import ConfigError, SpecConfig
 from jaxspec.drafters.kinds import KINDS
-from jaxspec.prefill import PREFILL_ATTENTION
+from jaxspec.engine.sizes import PREFILL_ATTENTION
 
 
 def parser() -> argparse.ArgumentParser:

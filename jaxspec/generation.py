@@ -7,10 +7,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxspec import prefill
 from jaxspec.config import MAX_PAGE, MAX_PREFILL, SpecConfig
 from jaxspec.drafters.base import Drafter
-from jaxspec.engine import kept
+from jaxspec.engine import kept, sizes
 from jaxspec.engine.core import Core
 from jaxspec.engine.device import Device
 from jaxspec.engine.messages import Failed, Limits, Request, SchedulerConfig
@@ -48,10 +47,10 @@ class Call:
         dtype = params.tree["embedder"]["embedding"].dtype
         positions = [min(len(r.ids) + r.max_new_tokens, config.max_positions) for r in requests]
         self.pages = sum(pages_for(n + slack, page_size) for n in positions)
-        self.long = prefill.prefill_attention(config, dtype, prefill_attention)
+        self.long = sizes.prefill_attention(config, dtype, prefill_attention)
         self.limits = Limits(
-            buckets=prefill.buckets_for(len(requests)), **prefill.program_sizes(self.long, prefill_chunk),
-            max_len=prefill.capacity_for(max(positions), config.max_positions), total_pages=self.pages, page_size=page_size,
+            buckets=sizes.buckets_for(len(requests)), **sizes.program_sizes(self.long, prefill_chunk),
+            max_len=sizes.capacity_for(max(positions), config.max_positions), total_pages=self.pages, page_size=page_size,
             max_accept=self.drafter.max_accept, slack=slack, key_lookahead=self.drafter.key_lookahead,
             separate_blocks=self.drafter.separate_blocks,
         )  # fmt: skip
@@ -63,7 +62,7 @@ class Call:
             self.params, chosen.draft_tree, chosen.program, page_size=self.page_size, pages=self.pages
         ) as memory:  # fmt: skip
             limits = dataclasses.replace(self.limits, total_pages=memory.num_pages - 1)
-            depth = 1 if prefill.platform() == "cpu" else 2  # on a CPU a launch takes the cores that would prepare the next
+            depth = 1 if sizes.platform() == "cpu" else 2  # on a CPU a launch takes the cores that would prepare the next
             config = SchedulerConfig.closed(self.rounds, depth)
             core = Core(Device(memory, limits, self.long, self.rounds), config, clock=time.perf_counter)
             for request in self.requests:

@@ -14,8 +14,8 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxspec.config import ConfigError, SpecConfig
+from jaxspec.engine.sizes import first_attention
 from jaxspec.generation import generate
-from jaxspec.prefill import first_attention
 from jaxspec.results import GenerationResult
 
 

@@ -15,10 +15,11 @@ from jaxspec.config import SpecConfig
 from jaxspec.engine import rows
 from jaxspec.engine.messages import NotANumber
 from jaxspec.engine.rows import Layout
+from jaxspec.engine.sizes import BLOCK, platform
 from jaxspec.kvcache import LayerKV, init_layers, pages_for
-from jaxspec.prefill import BLOCK, platform
+from jaxspec.prefill import prefill_chunk
 from jaxspec.requests import build_requests
-from jaxspec.round import Program, RoundState, prefill_chunk, run_rounds
+from jaxspec.round import Program, RoundState, run_rounds
 from jaxspec.runtime import check_memory, compiled, own_settings
 from jaxspec.sampling import largest_class, sampling_class
 from jaxspec.speculation import Speculation

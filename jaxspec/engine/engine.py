@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
 
-from jaxspec import prefill
 from jaxspec.config import ConfigError, SpecConfig
+from jaxspec.engine import sizes
 from jaxspec.engine.config import EngineConfig
 from jaxspec.engine.core import Core
 from jaxspec.engine.device import Device
@@ -110,13 +110,13 @@ class Engine:
     def _limits(self) -> Limits:
         """Sizes of table and pool."""
         c, model, drafter = self.config, self.params.config, self.chosen.program.drafter
-        running = c.max_running_requests or RUNNING[prefill.platform()]
+        running = c.max_running_requests or RUNNING[sizes.platform()]
         if c.context_length is not None and c.context_length > model.max_positions:
             raise ConfigError(f"context_length={c.context_length} exceeds the model's {model.max_positions} positions")
         context = c.context_length or model.max_positions
         row_pages = pages_for(context + drafter.slack, c.page_size)
         dtype = self.params.tree["embedder"]["embedding"].dtype
-        self._long = prefill.prefill_attention(model, dtype)
+        self._long = sizes.prefill_attention(model, dtype)
         if c.max_total_tokens is not None:
             pages = pages_for(c.max_total_tokens, c.page_size)
         else:
@@ -133,7 +133,7 @@ class Engine:
                 f"mem_fraction_static={c.mem_fraction_static} or max_total_tokens={c.max_total_tokens}, or take a smaller tree"
             )
         return Limits(
-            buckets=prefill.buckets_for(running), **prefill.program_sizes(self._long), max_len=context, total_pages=pages,
+            buckets=sizes.buckets_for(running), **sizes.program_sizes(self._long), max_len=context, total_pages=pages,
             page_size=c.page_size, max_accept=drafter.max_accept, slack=drafter.slack, key_lookahead=drafter.key_lookahead,
             separate_blocks=drafter.separate_blocks,
         )  # fmt: skip

@@ -201,7 +201,7 @@ def regroup(rows: RoundState, moves: Int[Array, " R"]) -> RoundState:
 
 
 def take_blocks(rows: RoundState, blocks: Int[Array, "R 2"]) -> tuple[RoundState, Bool[Array, " R"]]:
-    """Rows for `round.prefill_step`: for each block (row, first position) a copy of its row that begins there.
+    """Rows for `prefill.prefill_step`: for each block (row, first position) a copy of its row that begins there.
 
     Returns:
       The rows, done where the block's row is -1, and which of them are continued by the next block.
