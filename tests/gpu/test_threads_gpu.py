@@ -18,7 +18,7 @@ THREADS = 4
 
 def model(seed: int) -> jaxspec.ModelParams:
     """Wide enough for the kernels."""
-    config = tiny.config(width=256, heads=4, vocab=256, head_dim=64, ffn_size=512)
+    config = tiny.config(width=256, heads=4, vocab=256, head_dim=64, ffn_size=512, max_positions=512)
     return jaxspec.ModelParams(jax.tree.map(jnp.asarray, init_params(config, jax.random.key(seed))), config)
 
 
