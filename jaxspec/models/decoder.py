@@ -158,7 +158,7 @@ def attention_block(
 
 def attention_in_parts(
     x: Float[Array, "B T E"], params: dict, config: ModelConfig, window: int | None, angles, attend: Attend, cache
-) -> tuple[Float[Array, "parts B T E"], Any]:
+) -> tuple[Float[Array, "parts B T out"], Any]:
     """Projections, q/k norms, rotary embedding, attention, a sigmoid gate (Qwen3-Next), output projection in parts."""
     options = {"scale": config.attention_scale, "window": window, "softcap": config.attention_softcap}
     fuses, done = hasattr(attend, "fused") and not config.qk_norm and not config.attention_gate, None
@@ -196,7 +196,7 @@ def decoder_layer(
 def layer_in_parts(
     x: Float[Array, "B T E"], normed: Float[Array, "B T E"], params: dict, config: ModelConfig, layer: int, angles,
     attend: Attend, cache, rows: Int[Array, "B R"] | None = None,
-) -> tuple[Float[Array, "B T E"], Float[Array, "parts B T E"], Any]:  # fmt: skip
+) -> tuple[Float[Array, "B kept E"], Float[Array, "parts B kept E"], Any]:  # fmt: skip
     """A layer before its last sum, so that a kernel can make it together with the norm behind it.
 
     Args:
@@ -278,7 +278,7 @@ def decode(
 def run_layers(
     params: dict, config: ModelConfig, x: Float[Array, "B T E"], positions: Int[Array, "B T"], attends: Sequence[Attend],
     caches: Sequence[Any], rows: Int[Array, "B R"] | None = None, traced_once: bool = False,
-) -> tuple[list[Array], Float[Array, "B T E"], tuple]:  # fmt: skip
+) -> tuple[list[Array], Float[Array, "B kept E"], tuple]:  # fmt: skip
     """All layers and the final norm, each layer with its own `Attend`; arguments as for `decode`.
 
     Args:

@@ -93,7 +93,7 @@ def product_and_hidden(x: Float[Array, "B T I"], layer: dict, lora: dict) -> Flo
 
 
 def gated_lora(
-    x: Float[Array, "*R I"], y: Float[Array, "*R O"], a: Array, b: Array, scale: float, gate: Bool[Array, "*R 1"]
+    x: Float[Array, "*R I"], y: Float[Array, "*R O"], a: Array, b: Array, scale: float | Array, gate: Bool[Array, "*R 1"]
 ) -> Float[Array, "*R O"]:
     """y + scale · (x @ a) @ b (Hu et al. 2021, section 4.1) in the rows that `gate` opens; others keep y bit for bit.
 
@@ -178,7 +178,7 @@ def gated(x: Float[Array, "*R E"], mlp: dict, name: str) -> Float[Array, "*R F"]
     return gate_values(dense(x, layer), name)
 
 
-def gate_values(y: Float[Array, "*R 2F"], name: str) -> Float[Array, "*R F"]:
+def gate_values(y: Float[Array, "*R twice_F"], name: str) -> Float[Array, "*R F"]:
     """act(gate) * up of a product that holds gate, then up."""
     gate, up = jnp.split(y, 2, axis=-1)
     return activation(name, gate) * up

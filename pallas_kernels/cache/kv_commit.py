@@ -105,8 +105,8 @@ def kv_compact(
 
 
 def kv_compact_layers(
-    pools: Sequence[Float[Array, "P S K D"]], source: Entries, target: Entries, *, kernel: bool | None = None, interpret=False
-) -> tuple[Float[Array, "P S K D"], ...]:
+    pools: Sequence[Float[Array, "P S _ _"]], source: Entries, target: Entries, *, kernel: bool | None = None, interpret=False
+) -> tuple[Float[Array, "P S _ _"], ...]:
     """`kv_compact` on the key and value pools of every layer at once.
 
     Sequences may share scratch pages only: what one sequence's entries write, no other's may read.
@@ -127,7 +127,7 @@ def kv_compact_layers(
     return tuple(done)
 
 
-def _compact(pools: tuple, source: Entries, target: Entries, interpret: bool) -> list:
+def _compact(pools: tuple, source: Entries, target: Entries, interpret: bool) -> Sequence:
     B, A = source[0].shape
     rows = max(2, pl.next_power_of_2(A))
     heads = max(p.shape[2] for p in pools)

@@ -16,6 +16,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from pallas_kernels import device
+from pallas_kernels.shaped import Shaped
 from pallas_kernels.triton_blocks import whole
 
 LEAST_ROWS, MOST_ROWS = 17, 1024
@@ -24,7 +25,7 @@ less), and with very many, in prefill, launches no longer count."""
 WIDEST = 8192
 
 
-def serves(x: Array, parts: Array, least: int = LEAST_ROWS) -> bool:
+def serves(x: Shaped, parts: Shaped, least: int = LEAST_ROWS) -> bool:
     """Whether the kernel takes the case: floats, rows of a size that a program holds, at least so many, not too many."""
     floats = all(jnp.issubdtype(a.dtype, jnp.floating) for a in (x, parts))
     return floats and 16 <= x.shape[-1] <= WIDEST and least <= x.size // x.shape[-1] <= MOST_ROWS

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import device
 from pallas_kernels.product.table import MEASURED
+from pallas_kernels.shaped import Shaped
 
 ROWS = (1, 8, 16, 32, 64, 128)
 """Numbers of rows that were measured; a product of any other number takes what the next larger one takes."""
@@ -26,7 +27,7 @@ def _kernel():
     return skinny_product if skinny_product.AVAILABLE else None
 
 
-def measured_tiling(x: Array, w: Array):
+def measured_tiling(x: Shaped, w: Shaped):
     """The kernel's tiling for x [*R, I] @ w [I, O] on the default device; None: XLA."""
     rows = math.prod(x.shape[:-1])
     measured = next((r for r in ROWS if 0 < rows <= r), None)
@@ -72,7 +73,7 @@ def product_in_parts(x: Float[Array, "*R I"], w: Float[Array, "I O"], dtype=None
     return p.reshape(-1, *x.shape[:-1], w.shape[1])
 
 
-def gated_product(x: Float[Array, "*R I"], w: Float[Array, "I 2F"]) -> Float[Array, "*R F"] | None:
+def gated_product(x: Float[Array, "*R I"], w: Float[Array, "I twice_F"]) -> Float[Array, "*R F"] | None:
     """silu(gate) · value of the columns of x @ w, gates first, in one kernel; None: leave it to XLA."""
     tiling = measured_tiling(x, w)
     if tiling is None or not tiling.gates(x.size // x.shape[-1], *w.shape):

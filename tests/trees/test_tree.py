@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 
+from jaxspec.models.layers import gate_values
 from jaxspec.trees.tree import (
     candidate_parents,
     chain,
@@ -232,9 +234,19 @@ def test_nan_scores_give_a_sound_tree():
     assert_sound(tree)
 
 
-def test_shapes_are_checked_in_tests():
-    with pytest.raises(TypeError):
-        chain(jnp.zeros((2, 3, 4), jnp.int32))
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: chain(jnp.zeros((2, 3, 4), jnp.int32)),
+        lambda: gate_values(jnp.zeros((2, 3), jnp.int32), "silu"),
+        lambda: product(jnp.zeros((2, 3)), jnp.zeros((4, 5))),
+    ],
+    ids=["trees", "models", "kernels"],
+)
+def test_shapes_are_checked_in_tests(call):
+    pytest.importorskip("beartype")
+    with pytest.raises(TypeCheckError):
+        call()
 
 
 @pytest.mark.parametrize(("size", "k"), [(50, 3), (5000, 3), (5000, 1), (5000, 9)])
