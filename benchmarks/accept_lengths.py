@@ -18,19 +18,22 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import platform
 import sys
 import time
 from pathlib import Path
 
+import accept_report
 import jax
+from readme import replace_between
 
 import jaxspec
 from jaxspec import shipped
-from jaxspec.benchmarking import accept, accept_report
+from jaxspec.benchmarking import accept
 from jaxspec.benchmarking.decode import read_prompts
-from jaxspec.benchmarking.suites import replace_between, write_json
+from jaxspec.benchmarking.records import replace_text, write_rows
 from jaxspec.benchmarking.turns import Turns
 from jaxspec.config import ConfigError
 from jaxspec.prompts import encode_prompts
@@ -198,7 +201,7 @@ def measure(args) -> None:
             fresh = [{**described(*key), **found} for key, found in figures.items()]
             fresh = fresh if processes > 1 else accept_report.joined(fresh)
             if args.json:
-                write_json(args.json, accept_report.replaced(before, fresh))
+                write_rows(args.json, accept_report.replaced(before, fresh))
             return fresh
 
         group = accept.Group(params, rows[i : i + args.group], sets, settings, lambda text: print(text, flush=True), turns)
@@ -253,12 +256,12 @@ def main(arguments: list[str] | None = None) -> int:
     if args.join:
         out, *sources = args.join
         rows = accept_report.completed([*accept_report.read(out), *accept_report.joined(read_all(sources))])
-        write_json(out, sorted(rows, key=lambda row: ROWS.index(row["row"]) if row["row"] in ROWS else len(ROWS)))
+        write_rows(out, sorted(rows, key=lambda row: ROWS.index(row["row"]) if row["row"] in ROWS else len(ROWS)))
         return 0
     if args.write_measured:
         out, *sources = args.write_measured
         found = accept_report.measured(read_all(sources))
-        write_json(out, found)
+        replace_text(out, json.dumps(found, indent=1) + "\n")
         return 0
     if args.data is None:
         p.error("--data is missing")

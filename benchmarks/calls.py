@@ -29,6 +29,7 @@ import numpy as np
 
 import jaxspec
 from jaxspec.benchmarking import shapes
+from jaxspec.benchmarking.records import write_rows
 from jaxspec.benchmarking.rounds import Runner, at_context, fill_pools
 from jaxspec.benchmarking.simulated import SimulatedAcceptance
 from jaxspec.engine import kept, programs
@@ -314,11 +315,7 @@ def main() -> int:
     for part in args.parts:
         getattr(bench, part)()
         if args.json is not None:
-            report = {
-                "command": " ".join(["python", "benchmarks/calls.py", *sys.argv[1:]]), "jax": jax.__version__,
-                "device": jax.devices()[0].device_kind, "target": args.target, "rows": bench.rows,
-            }  # fmt: skip
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
+            write_rows(args.json, bench.rows, target=args.target)
     return 0
 
 

@@ -25,6 +25,7 @@ import threading
 import time
 from pathlib import Path
 
+from jaxspec.benchmarking.records import write_rows
 from jaxspec.config import ConfigError
 
 CASES = ("round:1", "round:8", "prefill:64:1", "prefill:512:1")
@@ -240,8 +241,7 @@ def main() -> None:
             everything = f", all {results[-1]['all']:.1f} s" if "all" in results[-1] else ""
             print(f"{args.target}, {args.row}, {name} cache{everything}", table(results[-1]["rows"]), sep="\n", flush=True)
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+        write_rows(args.json, results)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ float32, the same threads for all, medians of the repeats, which alternate betwe
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ from pathlib import Path
 import jax
 
 import jaxspec
+from jaxspec.benchmarking.records import write_rows
 from jaxspec.hub import demo_file
 
 PROMPT = """Correct the grammar of this text and write it out again:
@@ -85,13 +84,8 @@ def main() -> None:
         import transformers
 
         versions = {"jax": jax.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-        report = {
-            "command": f"python benchmarks/cpu_smollm2.py --repeats {args.repeats} --new-tokens {args.new_tokens}",
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores", "versions": versions,
-            "tokens_per_second": speed, "same_tokens": equal,
-        }  # fmt: skip
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        rows = [{"way": name, "tokens_per_second": value} for name, value in speed.items()]
+        write_rows(args.json, rows, versions=versions, same_tokens=equal)
 
 
 if __name__ == "__main__":

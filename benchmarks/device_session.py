@@ -109,14 +109,11 @@ def lossless_jobs(stage: str, args: argparse.Namespace) -> list[Job]:
         many = ["--tokens", "128", "--batch", "8"] if short else ["--tokens", "256", "--batch", "80"]
         cases.insert(0, ("smollm2-135m", ["--prompts", str(args.prompts), *many]))
     common = ["--dtype", "float32" if short else "bfloat16"]
-    # Which kernel a product takes does not matter to equality in float32, and autotuning takes most of the time.
-    flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false" if short and args.gpu_flags else ""
     return [
         Job(
             [sys.executable, "benchmarks/lossless.py", "--target", target, *own, *common,
              "--json", str(args.out / f"h200_{stage}_{target}.json")],
             args.out / f"{stage}_{target}.log",
-            flags,
         )
         for target, own in cases
     ]  # fmt: skip

@@ -20,7 +20,6 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={DUM
 
 import argparse  # noqa: E402
 import json  # noqa: E402
-import platform  # noqa: E402
 import re  # noqa: E402
 import time  # noqa: E402
 from collections import Counter  # noqa: E402
@@ -31,6 +30,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
 from jaxspec.benchmarking import rounds, suites  # noqa: E402
+from jaxspec.benchmarking.records import read_rows, write_rows  # noqa: E402
 from jaxspec.benchmarking.shapes import random_draft, random_model  # noqa: E402
 from jaxspec.round import run_rounds  # noqa: E402
 from jaxspec.runtime import XLA_OPTIONS  # noqa: E402
@@ -133,7 +133,7 @@ def main() -> None:
     args = parser.parse_args()
     results = []
     if args.json is not None and args.json.exists():  # rows of this run take the place of earlier ones
-        held = json.loads(args.json.read_text())
+        held = read_rows(args.json)
         mine = [(row, args.target, args.batch, args.context) for row in args.rows]
         results = [r for r in held if (r["name"], r["target"], r["batch"], r["context"]) not in mine]
     for row in args.rows:
@@ -147,13 +147,11 @@ def main() -> None:
             "argument_bytes": memory.argument_size_in_bytes,
             "output_bytes": memory.output_size_in_bytes,
             "compile_seconds_here": round(seconds, 1),
-            "command": " ".join(["python", *sys.argv]),
-            "versions": {"jax": jax.__version__, "python": platform.python_version()},
             "xla_options": XLA_OPTIONS,
         })  # fmt: skip
         print(json.dumps(results[-1], indent=1), flush=True)
         if args.json is not None:
-            suites.write_json(args.json, results)
+            write_rows(args.json, results, device="an H200, compiled for without one")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Writes the card (README.md) of trained heads, from their configuration, training curve and measured accept lengths.
 
-python benchmarks/head_card.py checkpoints/smollm2-135m-* --results benchmarks/results/accept_lengths_*.json
+python benchmarks/head_card.py checkpoints/smollm2-135m-* --results benchmarks/results/accept_lengths_{h200,cpu}.json
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import re
 import sys
 from pathlib import Path
 
-from jaxspec.benchmarking import accept_report
+import accept_report
+
 from jaxspec.config import ConfigError
 from jaxspec.training import card
 
@@ -19,6 +20,12 @@ def trained_by(file: Path) -> str | None:
     """The training command that a card names."""
     found = re.search(r"^## Command\n\n```bash\n(.*?)\n```$", file.read_text(), re.S | re.M) if file.exists() else None
     return found and found[1]
+
+
+def measured_lines(rows: list[dict], head_id: str) -> list[str]:
+    """The card's table of accept lengths; nothing for a head without measurements."""
+    own = [row for row in rows if row["head_id"] == head_id]
+    return [accept_report.table(own), "", "```bash", *accept_report.commands(own), "```"] if own else []
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     stale = 0
     for folder in args.folders:
         file = folder / card.CARD
-        text = card.card(folder.absolute(), results, args.command or trained_by(file))
+        text = card.card(folder.absolute(), measured_lines(results, card.digest(folder)), args.command or trained_by(file))
         same = file.exists() and file.read_text() == text
         stale += not same
         if not args.check:

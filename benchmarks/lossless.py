@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import numpy as np
+from oracle import OracleDrafter, known
 
 import jaxspec
 from jaxspec.benchmarking import shapes
 from jaxspec.benchmarking.decode import read_prompts
+from jaxspec.benchmarking.records import write_rows
 from jaxspec.params import ModelParams
 from jaxspec.prompts import encode_prompts
 from jaxspec.results import GenerationResult
@@ -40,9 +41,14 @@ RUNS = {
     "dspark tree 16": ({"topk": 4, "num_draft_tokens": 16}, "dspark"),
     "uno 8/1/8": ({"num_steps": 1, "topk": 1, "num_draft_tokens": 8}, "uno"),
     "self 3/4/16": ({"num_steps": 3, "topk": 4, "num_draft_tokens": 16}, "self"),
+    "oracle chain 4": ({"algorithm": OracleDrafter(3)}, "answers"),
+    "oracle chain 16": ({"algorithm": OracleDrafter(15, error=0.125)}, "answers"),
+    "oracle tree 21": ({"algorithm": OracleDrafter(5, 4)}, "answers"),
+    "oracle tree 65": ({"algorithm": OracleDrafter(8, 8, error=0.125)}, "answers"),
 }
-"""Name → (options of `generate`, the draft: a random one of this shape, a small random model ("model"), the target itself, or
-none)."""
+"""Name → (options of `generate`, the draft: a random one of this shape, a small random model ("model"), the target itself, the
+target's own answers with a fixed rate of errors ("answers"), or none). Random heads accept next to nothing: that long accepted
+paths change nothing the oracles show."""
 SMALL_MODELS = ("llama-1b", "smollm2-135m", "tiny")
 """A random draft model is the first of these that speaks the target's vocabulary."""
 SHIPPED = {
@@ -51,8 +57,9 @@ SHIPPED = {
     "eagle3 shipped 5/8/64": {"algorithm": "eagle3", "num_steps": 5, "topk": 8, "num_draft_tokens": 64},
     "eagle shipped 5/4/8": {"algorithm": "eagle", "num_steps": 5, "topk": 4, "num_draft_tokens": 8},
     "mtp shipped 3/1/4": {"algorithm": "nextn", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
-    "dspark shipped": {"algorithm": "dspark"},
+    "dspark shipped chain": {"algorithm": "dspark", "topk": 1},
     "dspark shipped tree": {"algorithm": "dspark", "topk": 4, "num_draft_tokens": 16},
+    "dflash shipped chain": {"algorithm": "dflash", "topk": 1},
     "dflash shipped tree": {"algorithm": "dflash", "topk": 4, "num_draft_tokens": 16},
     "uno shipped 1/8": {"algorithm": "uno", "topk": 1, "num_draft_tokens": 8},
     "uno shipped 7/4/16": {"algorithm": "uno", "num_steps": 7, "topk": 4, "num_draft_tokens": 16},
@@ -69,13 +76,15 @@ def run_names(target: ModelParams, asked: list[str] | None) -> list[str]:
     return asked or [*RUNS, *there]
 
 
-def options_of(name: str, target: ModelParams, dtype: str) -> dict:
-    """A run's options of `generate`, with its draft."""
+def options_of(name: str, target: ModelParams, dtype: str, answers: Callable[[], dict]) -> dict:
+    """A run's options of `generate`, with its draft; `answers` gives an oracle's parameters."""
     if name in SHIPPED:
         return SHIPPED[name]
     options, draft = RUNS[name]
     if draft is None:
         return options
+    if draft == "answers":
+        return {**options, "draft": answers()}
     if draft == "self":
         return {**options, "draft": target}
     if draft == "model":
@@ -102,8 +111,6 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=4, help="runs that compile at once (default: 4)")
     parser.add_argument("--json", type=Path, help="written after every run")
     args = parser.parse_args()
-    words = zip(sys.argv, sys.argv[1:], strict=False)
-    args.shown = ["benchmarks/lossless.py", *("DATA/mt_bench.jsonl" if b == "--prompts" else w for b, w in words)]
     built_in = args.target in shapes.MODELS and args.prompts is None
     target = shapes.random_model(args.target, args.dtype) if built_in else jaxspec.load(args.target, dtype=args.dtype)
     options = {"max_new_tokens": args.tokens, "ignore_eos": True}
@@ -115,9 +122,12 @@ def main() -> int:
     names, start = run_names(target, args.runs), time.perf_counter()
     rows, failed = [], 0
 
+    def answers() -> dict:
+        return known(prompts, [result.tokens for result in reference.result()[0]])
+
     def generated(name: str | None) -> tuple[list[GenerationResult], float]:
         begun = time.perf_counter()
-        choice = {"algorithm": "none"} if name is None else options_of(name, target, args.dtype)
+        choice = {"algorithm": "none"} if name is None else options_of(name, target, args.dtype, answers)
         return jaxspec.generate(target, prompts, **choice, **options), time.perf_counter() - begun
 
     # Compiling takes nearly all the time: several runs at once, each with a draft that is dropped at its end.
@@ -143,14 +153,11 @@ def main() -> int:
             })  # fmt: skip
             found = f"{len(changed)} of {len(prompts)} answers change, after {before} equal tokens" if changed else "equal"
             print(f"{name:22} {found:56} accept length {np.mean(accept):.2f}  ({seconds:.0f} s)", flush=True)
-            report = {
-                "target": args.target, "dtype": args.dtype, "tokens": args.tokens, "batch": args.batch,
-                "rows": sorted(rows, key=lambda row: names.index(row["name"])), "missing": sorted(running.values()),
-                "device": jax.devices()[0].device_kind, "jax": jax.__version__,
-                "command": " ".join(["python", *args.shown]),
-            }  # fmt: skip
             if args.json:
-                args.json.write_text(json.dumps(report, indent=1) + "\n")
+                write_rows(
+                    args.json, sorted(rows, key=lambda row: names.index(row["name"])), target=args.target, dtype=args.dtype,
+                    tokens=args.tokens, batch=args.batch, missing=sorted(running.values()),
+                )  # fmt: skip
     print(f"{len(rows)} of {len(names)} runs in {time.perf_counter() - start:.0f} s, {failed} with other answers or none")
     return int(failed > 0 and args.dtype == "float32")
 

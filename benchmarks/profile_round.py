@@ -25,6 +25,7 @@ from pathlib import Path
 
 from jaxspec import loading
 from jaxspec.benchmarking import profile, rounds, suites
+from jaxspec.benchmarking.records import write_rows
 from jaxspec.runtime import use_compilation_cache
 
 GROUPS = (
@@ -90,7 +91,7 @@ def main() -> None:
     short_reports = [{k: v for k, v in report.items() if k not in ("kernels", "in_order")} for report in reports]
     print(json.dumps(short_reports, indent=1))
     if args.json is not None:
-        suites.write_json(args.json, reports)
+        write_rows(args.json, reports)
     if args.png is not None:
         draw(args.png, list(found.values()), reports)
 

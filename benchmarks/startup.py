@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from jaxspec.benchmarking.records import write_rows
+
 
 def child(target: str, draft: str | None, prompt_length: int) -> dict[str, float]:
     """Seconds since the interpreter started, stage by stage."""
@@ -83,8 +85,7 @@ def main() -> None:
             })  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
             if args.out is not None:
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(rows, indent=1) + "\n")
+                write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

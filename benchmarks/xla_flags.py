@@ -21,6 +21,8 @@ from pathlib import Path
 
 from kernels.watch import Watch
 
+from jaxspec.benchmarking.records import write_rows
+
 SETTINGS: dict[str, str] = {
     "default": "",
     "round-graphs": "--xla_gpu_enable_command_buffer=-WHILE,-CONDITIONAL",
@@ -112,7 +114,7 @@ def main() -> None:
         results += found
         slowest = max(slowest, time.perf_counter() - start)
         if args.json is not None:
-            args.json.write_text(json.dumps(results, indent=1) + "\n")
+            write_rows(args.json, results)
 
 
 if __name__ == "__main__":

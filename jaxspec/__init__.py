@@ -29,11 +29,12 @@ from jaxspec.drafters.mtp.config import MtpOptions
 from jaxspec.drafters.ngram.config import NgramConfig
 from jaxspec.drafters.ngram.history import NgramHistory
 from jaxspec.drafters.options import DraftOptions
+from jaxspec.drafters.standalone.config import StandaloneOptions
 from jaxspec.drafters.uno.config import UnoOptions
 from jaxspec.engine.config import EngineConfig
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.handle import EngineStats, EngineStopped, LaunchFailed
-from jaxspec.engine.messages import QueueFull
+from jaxspec.engine.messages import NotANumber, QueueFull
 from jaxspec.generation import generate, stream
 from jaxspec.loading import load, load_draft
 from jaxspec.models.forward import forward
@@ -60,10 +61,12 @@ __all__ = [
     "MtpOptions",
     "NgramConfig",
     "NgramHistory",
+    "NotANumber",
     "PEagleOptions",
     "QueueFull",
     "SamplingParams",
     "SpecConfig",
+    "StandaloneOptions",
     "Stats",
     "StreamChunk",
     "UnoOptions",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from jaxspec import cli
 from jaxspec.config import ConfigError, SpecConfig
 from jaxspec.drafters.kinds import KINDS
+from jaxspec.prefill import PREFILL_ATTENTION
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,7 +64,6 @@ def parser() -> argparse.ArgumentParser:
     p_round.add_argument("--share", type=int, nargs=2, default=(0, 1), metavar=("I", "N"),
                          help="of the rows only every N-th from the I-th on, counted from 0: one process a GPU")  # fmt: skip
     p_round.add_argument("--gpus", type=int, default=1, help="a process on each of so many GPUs, which share the suite's rows")
-    p_round.add_argument("--readme", type=Path, help="put the table beside SGLang's between this file's marks (with --suite)")
     p_round.add_argument("--budget", type=float, metavar="SECONDS", help="begin no round that would end later than this")
     p_round.add_argument("--page-size", type=int, default=16, help="positions per KV page (default: 16)")
     p_round.add_argument("--bandwidth-bytes", type=int, help="size of the array whose copy is timed")
@@ -82,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     p_prefill.add_argument("--batch", type=int, default=1, help="prompts at once (default: 1)")
     p_prefill.add_argument("--repeats", type=int, default=5, help="the median of so many runs (default: 5)")
     p_prefill.add_argument("--prefill-chunk", type=int, help="prompt tokens per program (default: chosen by length)")
-    p_prefill.add_argument("--attention", nargs="+", default=("auto",), choices=("auto", "paged", "cudnn", "xla"),
+    p_prefill.add_argument("--attention", nargs="+", default=("auto",), choices=PREFILL_ATTENTION,
                            help="of a prompt's first chunk; several: one after the other (default: auto)")  # fmt: skip
 
     p_compare = command("compare", "Speculation on against off on your prompts; exit status 1 when a greedy answer differs.")
@@ -145,12 +144,6 @@ def check_round(args: argparse.Namespace) -> None:
     share, shares = args.share
     if not 0 <= share < shares:
         raise ConfigError(f"--share {share} {shares}: I counts from 0 and must be below N")
-    if args.readme is not None and args.suite is None:
-        raise ConfigError("--readme holds the table of --suite peer")
-    if args.readme is not None:  # before hours of measuring, not after
-        from jaxspec.benchmarking import peers, suites
-
-        suites.check_marks(args.readme, peers.BEGIN, peers.END)
     if args.resume and args.json is None:
         raise ConfigError("--resume needs --json: the file that holds what was measured before")
     if args.gpus < 1 or (args.gpus > 1 and (args.suite is None or args.json is None or shares > 1)):
@@ -163,8 +156,9 @@ def run_round(args: argparse.Namespace) -> int:
     if args.gpus > 1:
         return run_many(args)
     from jaxspec import loading
-    from jaxspec.benchmarking import peers, report, rounds, suites
+    from jaxspec.benchmarking import report, rounds, suites
     from jaxspec.benchmarking.bandwidth import measure_bandwidth
+    from jaxspec.benchmarking.records import read_rows
     from jaxspec.conversion.pipeline import parse_dtype
     from jaxspec.drafters import registry
     from jaxspec.runtime import use_compilation_cache
@@ -191,7 +185,7 @@ def run_round(args: argparse.Namespace) -> int:
         dtype = parse_dtype(args.dtype or loading.default_dtype())
         weights = suites.Weights(args.target or "llama-3.1-8b", dtype)
     cases = cases[args.share[0] :: args.share[1]]
-    kept = json.loads(args.json.read_text()) if args.resume and args.json.exists() else []
+    kept = read_rows(args.json) if args.resume else []
     held = {(row["name"], row["batch"], row["context"]) for row in kept}
     cases = [c for c in cases if (c.case.name, c.case.batch, c.case.context) not in held]
     save(args.json, kept)
@@ -202,14 +196,12 @@ def run_round(args: argparse.Namespace) -> int:
         log=lambda text: print(text, file=sys.stderr, flush=True),
     )  # fmt: skip
     print(report.summary(results))
-    if args.readme is not None:
-        peers.write_readme(args.readme, [*kept, *(r.to_json() for r in results)])
     return 0 if results or not cases else 1
 
 
 def run_many(args: argparse.Namespace) -> int:
     """``bench round --gpus``."""
-    from jaxspec.benchmarking import peers, report, shares, suites
+    from jaxspec.benchmarking import report, shares, suites
 
     rows, status = shares.run_shares(args.arguments, args.gpus, args.json)
     if not rows:  # and what the file holds stays
@@ -220,8 +212,6 @@ def run_many(args: argparse.Namespace) -> int:
     print(report.table(("round", "batch", "context", "ms"), [
         (row["name"], str(row["batch"]), str(row["context"]), f"{row['ms']:.3f}") for row in rows
     ]))  # fmt: skip
-    if args.readme is not None:
-        peers.write_readme(args.readme, rows)
     return status
 
 
@@ -236,10 +226,10 @@ def prompts_for(args: argparse.Namespace, target: Any) -> list:
 
 def save(path: Path | None, rows: list[dict]) -> None:
     """Writes results where ``--json`` says."""
-    from jaxspec.benchmarking.suites import write_json
+    from jaxspec.benchmarking.records import write_rows
 
     if path is not None:
-        write_json(path, rows)
+        write_rows(path, rows)
 
 
 def run_decode(args: argparse.Namespace) -> int:
@@ -336,8 +326,7 @@ def run_sweep(args: argparse.Namespace) -> int:
          f"{r['speed']:.1f}") for batch, r in sorted(sweep.best(rows).items())
     ]  # fmt: skip
     print(report.table(("batch", "best setting", "accept length", "round ms", "tokens/s a sequence"), best))
-    if args.json is not None:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    save(args.json, rows)
     if args.plot is not None:
         sweep.plot(rows, args.plot)
     return 0

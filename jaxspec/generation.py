@@ -196,6 +196,7 @@ def generate(
 
     Raises:
       ConfigError: a parameter, a prompt or a combination cannot work; the message names it.
+      NotANumber: the model's activations for a prompt became NaN; the message names its index.
     """
     call, single = open_call(
         params, prompt, time.perf_counter(), None, draft=draft, algorithm=algorithm, num_steps=num_steps, topk=topk,

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxspec.config import ConfigError, ModelConfig
-from pallas_kernels.attention.fused import Implementation, serves
+from pallas_kernels.attention.rows import Library, library_for_chunks
 
 BLOCK = {"cpu": 16, "gpu": 64}
 """Prompt positions of a block: a row of a prefill program. A text's blocks stand in one program side by side."""
@@ -25,7 +25,7 @@ ENDS = 16
 PREFILL_ATTENTION = ("auto", "paged", "cudnn", "xla")
 
 
-def program_sizes(long: Implementation | None, chunk: int | None = None) -> dict[str, Any]:
+def program_sizes(long: Library | None, chunk: int | None = None) -> dict[str, Any]:
     """Sizes of the prefill programs, as fields of `engine.messages.Limits`.
 
     Args:
@@ -59,7 +59,7 @@ def capacity_for(positions: int, most: int) -> int:
     return min(next((c for c in CAPACITIES if c >= positions), most), max(most, positions))
 
 
-def prefill_attention(config: ModelConfig, dtype, asked: str = "auto") -> Implementation | None:
+def prefill_attention(config: ModelConfig, dtype, asked: str = "auto") -> Library | None:
     """How the beginning of a long prompt attends: through cuDNN or XLA over the chunk alone; None: our kernel over the pages.
 
     Args:
@@ -75,17 +75,16 @@ def prefill_attention(config: ModelConfig, dtype, asked: str = "auto") -> Implem
         return None if asked == "paged" else "xla"
     windows = {w is not None and w < LONG_SIZES["gpu"][-1] for w in config.windows}
     kinds = [(dtype, config.key_head_dim, config.value_head_dim, windowed, config.attention_softcap) for windowed in windows]
-    if any(serves("cudnn", *kind) for kind in kinds):
-        return "cudnn"
-    if asked == "cudnn":
+    library = library_for_chunks(kinds)
+    if library is None and asked == "cudnn":
         raise ConfigError(
             "prefill_attention='cudnn' needs a GPU with cuDNN, bfloat16 or float16, heads of up to 256 channels and no soft "
             "cap: leave it 'auto'"
         )
-    return None
+    return library
 
 
-def first_attention(config: ModelConfig, dtype, asked: str, length: int) -> Implementation | None:
+def first_attention(config: ModelConfig, dtype, asked: str, length: int) -> Library | None:
     """How the beginning of a prompt of `length` tokens attends when it is alone; arguments as for `prefill_attention`."""
     long, sizes = prefill_attention(config, dtype, asked), SIZES[platform()]
     return long if length > sizes[-1] * BLOCK[platform()] else None

@@ -24,7 +24,7 @@ from jaxspec.pytree import pytree
 from jaxspec.sampling import FULL, SamplingState, process_logits, round_keys
 from jaxspec.trees.tree import DraftTree, root_only
 from jaxspec.verify import Acceptance, Verifier
-from pallas_kernels.attention.fused import Implementation
+from pallas_kernels.attention.rows import Library
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,7 @@ class RoundState:
       keys: one random key per sequence.
       done: sequences that emit nothing any more.
       stopped: whether `done` came from a stop id (else from the length limit or from outside).
+      broken: whether `done` came from activations that are not numbers.
       prompt_length: tokens of the prompt.
       fill: positions that prefill has to take in: the prompt's, or all committed ones of a request that is resumed.
       resumed: the token at index `fill` is known, so that the end of prefill emits nothing.
@@ -82,6 +83,7 @@ class RoundState:
     keys: Key[Array, " B"]
     done: Bool[Array, " B"]
     stopped: Bool[Array, " B"]
+    broken: Bool[Array, " B"]
     prompt_length: Int[Array, " B"]
     fill: Int[Array, " B"]
     resumed: Bool[Array, " B"]
@@ -142,6 +144,16 @@ def cut(
     stopped = (upto <= count) & (upto <= remaining)
     kept = jnp.minimum(jnp.minimum(count, upto), remaining)
     return kept, stopped | (kept >= remaining), stopped
+
+
+def not_numbers(hidden: Float[Array, "B R E"]) -> Bool[Array, " B"]:
+    """Whether one of a row's final hidden states holds a NaN; behind the final norm an infinity before it is one, too."""
+    return jnp.isnan(hidden).any((1, 2))
+
+
+def give_up(state: RoundState, broken: Bool[Array, " B"]) -> RoundState:
+    """Ends rows whose output means nothing."""
+    return dataclasses.replace(state, done=state.done | broken, broken=state.broken | broken)
 
 
 def emit(
@@ -223,11 +235,14 @@ def verify(
     with jax.named_scope("accept"):
         logits = process_logits(logits, ctx.sampling, tree, state.tokens, length + 1, state.prompt_length, allowed=allowed)
         accepted = program.verifier(tree, logits, ctx.sampling, state.keys, length)
+        on_path = jnp.take_along_axis(out.hidden, jnp.maximum(accepted.path, 0)[..., None], 1)
+        broken = active & not_numbers(on_path)
     with jax.named_scope("commit"):
         drafts = jnp.where(active, tree.valid.sum(1, dtype=jnp.int32) - 1, 0)
         state = dataclasses.replace(state, proposed=state.proposed + drafts, rounds_left=state.rounds_left - active)
         drafted = jnp.arange(accepted.tokens.shape[1])[None] < accepted.num_drafts[:, None]
-        state, kept = emit(state, accepted.tokens, drafted, jnp.where(active, accepted.num_drafts + 1, 0), length + 1)
+        count = jnp.where(active & ~broken, accepted.num_drafts + 1, 0)
+        state, kept = emit(give_up(state, broken), accepted.tokens, drafted, count, length + 1)
         layers = out.layers if tree.is_chain else compact(out.layers, table, length, accepted.path, kept)
     with jax.named_scope("extend"):
         features = None
@@ -256,7 +271,7 @@ def run_rounds(params: dict, draft_params: Any, state: RoundState, *, program: P
 @partial(jax.jit, static_argnames=("program", "chunk", "fresh", "ends"), donate_argnames="state")
 def prefill_chunk(
     params: dict, draft_params: Any, state: RoundState, continued: Bool[Array, " B"] | None = None, *, program: Program,
-    chunk: int, fresh: Implementation | None = None, ends: int | None = None,
+    chunk: int, fresh: Library | None = None, ends: int | None = None,
 ) -> RoundState:  # fmt: skip
     """`prefill_step` as one program."""
     with decoder.full_precision(params):
@@ -264,7 +279,7 @@ def prefill_chunk(
 
 
 def prefill_step(
-    program: Program, params: dict, draft_params: Any, state: RoundState, chunk: int, fresh: Implementation | None = None,
+    program: Program, params: dict, draft_params: Any, state: RoundState, chunk: int, fresh: Library | None = None,
     continued: Bool[Array, " B"] | None = None, ends: int | None = None,
 ) -> RoundState:  # fmt: skip
     """Takes in the next `chunk` positions of every row that still has some; one whose prompt ends there gets its first token.
@@ -294,14 +309,17 @@ def prefill_step(
     )  # fmt: skip
 
     hidden = out.hidden if only_last else jnp.take_along_axis(out.hidden, last[..., None], 1)
-    emits = (n_valid > 0) & (length + n_valid >= state.fill) & ~state.resumed
+    broken = (n_valid > 0) & not_numbers(hidden)
+    state = give_up(state, broken)
+    emits = (n_valid > 0) & (length + n_valid >= state.fill) & ~state.resumed & ~broken
     first = first_tokens(program, params, state, hidden, jnp.take_along_axis(tokens, last, 1)[:, 0], emits, ends)
     state, _ = emit(state, first[:, None], jnp.zeros((batch, 1), bool), emits.astype(jnp.int32), state.fill)
 
     behind = (length + n_valid)[:, None] + jnp.arange(program.drafter.lookahead)[None]
     following = jnp.take_along_axis(state.tokens, jnp.minimum(behind, max_len - 1), 1)
     draft_state = program.drafter.prefill(draft_params, state.draft, ctx, tokens, following, out.features, n_valid)
-    return dataclasses.replace(state, cache=PagedKVCache(out.layers, table, length + n_valid), draft=draft_state)
+    committed = length + jnp.where(broken, 0, n_valid)
+    return dataclasses.replace(state, cache=PagedKVCache(out.layers, table, committed), draft=draft_state)
 
 
 def first_tokens(

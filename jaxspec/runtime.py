@@ -198,3 +198,15 @@ def check_memory(needed: int, what: str, device: jax.Device | None = None) -> No
             f"the KV pool needs {needed:,} bytes, {there:,} are available ({what}): lower max_new_tokens or shorten the "
             "prompts, give fewer prompts at once, or use a smaller tree (num_draft_tokens, topk, num_steps)"
         )
+
+
+def check_activations(program: Any, name: str, device: jax.Device | None = None) -> None:
+    """Raises PoolTooLarge unless what a compiled program holds while it runs is free; the message says what to turn."""
+    analysis, there = program.memory_analysis(), available_bytes(device)
+    if analysis is None or there is None or analysis.temp_size_in_bytes <= there:
+        return
+    raise PoolTooLarge(
+        f"activations of {name.removesuffix('_program')!r} need {analysis.temp_size_in_bytes:,} bytes beside weights and KV "
+        f"pool, {there:,} are available: give fewer prompts at once (an Engine: max_running_requests), or lower prefill_chunk "
+        "or the size of the tree (num_draft_tokens, topk, num_steps)"
+    )

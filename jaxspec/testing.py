@@ -54,6 +54,7 @@ def check_drafter(
     given = {"algorithm": algorithm, "draft": draft, "spec": spec, "max_new_tokens": max_new_tokens}
     check_proposal(params, prompts, **given)
     check_rows(params, prompts, **given)
+    check_state(params, prompts, **given)
     return check_lossless(params, prompts, **given)
 
 
@@ -159,6 +160,64 @@ def check_rows(
             was, now = (x[pages[pages > 0]].reshape(-1, *x.shape[2:])[kept:] for x in (old, new))
             what = "that takes no part" if row == 0 else f"behind length + slack={drafter.slack} slots"
             assert np.array_equal(was, now, equal_nan=True), f"keys or values changed in row {row}, {what}"
+
+
+def check_state(
+    params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    algorithm: str | Drafter = "auto",
+    draft: Any = None,
+    spec: SpecConfig | None = None,
+    max_new_tokens: int = 24,
+) -> int:
+    """After each round the drafter proposes what it would propose had it taken in the same text as a prompt.
+
+    So `update` was given the right tokens and features and made the right thing of them; answers alone do not show that, since
+    verification makes them right whatever is drafted. A twentieth of the nodes may differ: rounding decides near ties.
+
+    Returns:
+      In how many rounds of a sequence the accepted nodes were not the tree's first ones, as they are in a chain.
+    """
+    given = {"algorithm": algorithm, "draft": draft, "spec": spec}
+    begun, branched, same, nodes = start(params, prompts, **given, max_new_tokens=max_new_tokens), 0, 0, 0
+    while True:
+        before = np.asarray(begun.state.cache.length)
+        tree = jax.tree.map(np.asarray, _propose(begun.program, begun.tree, begun.draft_tree, begun.state).tree)
+        begun.run(1)
+        state = begun.state
+        tokens, lengths = np.asarray(state.tokens), np.asarray(state.cache.length)
+        if np.asarray(state.done).any():
+            break
+        for row, (old, new) in enumerate(zip(before, lengths, strict=True)):
+            branched += _path(tree, row, tokens[row, old + 1 : new]) not in (None, [*range(1, new - old)])
+        texts = [tokens[row, : lengths[row]].tolist() for row in range(len(prompts))]
+        left = max(len(p) for p in prompts) + max_new_tokens - max(map(len, texts))
+        fresh = start(params, texts, **given, max_new_tokens=left)
+        ours, theirs = (
+            jax.tree.map(np.asarray, _propose(b.program, b.tree, b.draft_tree, b.state).tree) for b in (begun, fresh)
+        )
+        assert (np.asarray(fresh.state.bonus) == np.asarray(state.bonus)).all(), "the target continues the text otherwise"
+        equal = (ours.tokens == theirs.tokens) & (ours.parent == theirs.parent) & ours.valid & theirs.valid
+        same, nodes = same + int(equal.sum()), nodes + int((ours.valid | theirs.valid).sum())
+    assert nodes, f"max_new_tokens={max_new_tokens} ends an answer with its first round"
+    assert same >= 0.95 * nodes, (
+        f"{nodes - same} of {nodes} nodes are not those that a drafter proposes which took in the same text as a prompt: "
+        "`update` gets or keeps something else than `prefill`"
+    )
+    return branched
+
+
+def _path(tree, row: int, tokens: np.ndarray) -> list[int] | None:
+    """The nodes whose tokens were emitted below the root; None where a token is no node's."""
+    node, path = 0, []
+    for token in tokens:
+        below = (tree.parent[row] == node) & (tree.tokens[row] == token) & tree.valid[row]
+        if not below.any():
+            return None
+        node = int(np.argmax(below))
+        path.append(node)
+    return path
 
 
 @partial(jax.jit, static_argnums=0)

@@ -16,6 +16,11 @@ def capability() -> float | None:
     return float(found) if found else None
 
 
+def on_gpu() -> bool:
+    """Whether the default device is a CUDA GPU."""
+    return capability() is not None
+
+
 def runs_triton() -> bool:
     """Whether the default device runs our kernels for Pallas' Triton back end: CUDA GPUs from Ampere on."""
     return (capability() or 0) >= 8.0

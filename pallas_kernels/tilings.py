@@ -151,6 +151,9 @@ def mosaic_tiling(problem: Problem) -> Tiling:
     return Tiling(0, 64, rows=64, num_stages=2, readers=readers, splits=problem.splits(64))
 
 
+NORM_ROWS = 17
+"""Rows from which a sum of parts with the norm behind it is a kernel. One program a row: few of them read parts too slowly (4.1
+us for 8 parts of two rows; a sum inside XLA's product costs less)."""
 MOST_PARTS = 8
 PARTS_ROWS = 16  # rows of a product up to which its parts are summed by the kernel behind it
 

@@ -89,3 +89,40 @@ def test_a_forbidden_import_is_seen(tmp_path):
     file = tmp_path / "x.py"
     file.write_text("def f():\n    from jaxspec.loading import load\n    import jaxspec.config\n    return load\n")
     assert imports(file, KNOWN) == {"jaxspec.loading", "jaxspec.config"}
+
+
+CHOICES = re.compile(r"\b(available|serves|capability)\(|\b(mosaic|triton|cudnn)\b")
+"""What says which kernel runs: that is for `pallas_kernels` alone to decide."""
+
+
+def choices(path: Path) -> set[str]:
+    """Such calls, and names of back ends among the strings that are not prose, of a file."""
+    tree = ast.parse(path.read_text())
+    prose = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
+    prose |= {id(part) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for part in n.values}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            found |= {name for name in [ast.unparse(node.func).split(".")[-1]] if CHOICES.fullmatch(f"{name}(")}
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose and len(node.value) < 20:
+            found |= {node.value} if CHOICES.search(node.value.lower()) else set()
+    return found
+
+
+def test_only_pallas_kernels_chooses_a_kernel():
+    """Beside it only the user's option for prefill names a library; and nothing reaches behind an operation's interface."""
+    named = {name: choices(path) for name, path in KNOWN.items() if name.split(".")[0] == "jaxspec"}
+    assert {name: found for name, found in named.items() if found} == {"jaxspec.prefill": {"cudnn"}}
+    interfaces = {"pallas_kernels", "pallas_kernels.device", "pallas_kernels.attention.rows"}
+    for name, wanted in GRAPH.items():
+        if name.split(".")[0] == "jaxspec":
+            behind = {other for other in wanted if other.startswith("pallas_kernels") and not other.endswith(".api")}
+            assert behind <= interfaces, f"{name} imports {behind - interfaces}"
+
+
+def test_a_choice_of_a_kernel_is_seen(tmp_path):
+    file = tmp_path / "x.py"
+    file.write_text(
+        '"""On triton."""\nif kernels.available() and device.capability() and serves(x):\n    run(x, backend="triton")\n'
+    )
+    assert choices(file) == {"available", "capability", "serves", "triton"}

@@ -16,6 +16,7 @@ from jaxspec.drafters.ngram.config import NgramConfig
 from jaxspec.drafters.ngram.history import NgramHistory
 from jaxspec.engine import kept
 from jaxspec.engine.device import Device
+from pallas_kernels.attention import rows
 from tests import tiny
 
 LENGTH = 40
@@ -87,7 +88,7 @@ def test_prefill_attention_is_chosen_by_model_and_device(monkeypatch):
     with pytest.raises(ConfigError, match="prefill_attention='flash' must be one of auto, paged, cudnn, xla"):
         jaxspec.generate(tiny.target(), [1, 2], prefill_attention="flash")
     asked = []
-    monkeypatch.setattr(prefill, "serves", lambda *kind: asked.append(kind) or True)
+    monkeypatch.setattr(rows, "attends_over_rows", lambda *kind: asked.append(kind) or True)
     assert [choose("paged"), choose(), choose("cudnn")] == [None, "cudnn", "cudnn"] and len(asked) == 2
 
 
@@ -371,6 +372,17 @@ def test_a_pool_that_does_not_fit_says_what_to_lower(monkeypatch):
     monkeypatch.setattr(runtime, "available_bytes", lambda device=None: 1000)
     with pytest.raises(runtime.PoolTooLarge, match="needs .* bytes, 1,000 are available.*max_new_tokens.*fewer prompts.*tree"):
         jaxspec.generate(tiny.target(), "HELLO", draft=tiny.small_draft())
+
+
+def test_activations_that_do_not_fit_say_what_to_lower(monkeypatch):
+    kept.forget()
+    runtime.forget_compiled()
+    pool, check = [], runtime.check_memory
+    monkeypatch.setattr("jaxspec.engine.memory.check_memory", lambda needed, *rest: pool.append(needed) or check(needed, *rest))
+    monkeypatch.setattr(runtime, "available_bytes", lambda device=None: pool[-1] if pool else 1 << 30)
+    with pytest.raises(runtime.PoolTooLarge, match=r"activations of '\w+' need [\d,]+ bytes.*prefill_chunk.*num_draft_tokens"):
+        jaxspec.generate(tiny.target(), "HELLO " * 40, prefill_chunk=4096, page_size=1, max_new_tokens=1)
+    kept.forget()
 
 
 def test_a_call_takes_less_than_the_usual_pool_where_that_does_not_fit(monkeypatch, reference):

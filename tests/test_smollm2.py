@@ -91,9 +91,50 @@ def test_the_target_as_its_own_draft_is_always_accepted(tree):
         assert result.stats.accepted_histogram[steps] >= emitted // (steps + 1)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle", "mtp", "dspark", "uno"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "mtp", "dflash", "dspark", "uno"])
 def test_shipped_heads_change_nothing_but_the_speed(name):
     draft = params().drafts[name]
     answers = jaxspec.generate(params(), PROMPTS[:4], draft=draft, max_new_tokens=LENGTH)
     assert [r.tokens for r in answers] == plain()[:4]
     assert sum(map(len, plain()[:4])) > 1.4 * sum(r.stats.rounds for r in answers)
+
+
+GOLDEN = Path(__file__).parent / "data" / "golden_accepts.json"
+"""What the shipped heads accept of `PROMPTS[:4]`, in float32 on a CPU: name of head and tree → for each prompt rounds, drafts
+proposed, and how many rounds emitted 0, 1, … of them. `python tests/test_smollm2.py` writes it anew."""
+TREES = {
+    "eagle3": ((3, 1, 4), (5, 4, 8), (5, 8, 64)), "eagle": ((3, 1, 4), (5, 4, 8)), "mtp": ((3, 1, 4), (3, 2, 6)),
+    "dflash": ((None, 1, None), (None, 4, 16)), "dspark": ((None, 1, None), (None, 4, 16)),
+    "uno": ((1, 1, 8), (7, 4, 16)),
+}  # fmt: skip
+
+
+def accepted(head: str, tree: tuple) -> list:
+    """What `GOLDEN` holds of a head and tree."""
+    named = dict(zip(("num_steps", "topk", "num_draft_tokens"), tree, strict=True))
+    named = {name: value for name, value in named.items() if value is not None}
+    answers = jaxspec.generate(
+        params(), PROMPTS[:4], algorithm="nextn" if head == "mtp" else head, max_new_tokens=48, seed=0, ignore_eos=True, **named
+    )
+    return [[r.stats.rounds, r.stats.proposed, list(r.stats.accepted_histogram)] for r in answers]
+
+
+@pytest.mark.parametrize("head, tree", [(head, tree) for head, trees in TREES.items() for tree in trees])
+def test_shipped_heads_accept_what_they_did(head, tree):
+    """Answers are right whatever a head drafts; that it drafts as well as before these counts alone can say."""
+    name = f"{head} {'/'.join('-' if n is None else str(n) for n in tree)}"
+    assert accepted(head, tree) == json.loads(GOLDEN.read_text())[name]
+
+
+def write_golden() -> None:
+    """Writes `GOLDEN`."""
+    found = {}
+    for head, trees in TREES.items():
+        for tree in trees:
+            found[f"{head} {'/'.join('-' if n is None else str(n) for n in tree)}"] = accepted(head, tree)
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(rows)}" for name, rows in found.items())
+    GOLDEN.write_text(f"{{\n{lines}\n}}\n")
+
+
+if __name__ == "__main__":
+    write_golden()

@@ -24,7 +24,7 @@ SETTINGS = {
     "filtered": {"temperature": 0.9, "top_k": 3, "top_p": 0.9, "min_p": 0.02},
 }
 TREES = ("wide", "deep", "random")
-LEVEL = 1e-3 / (len(TREES) * len(SETTINGS) + 2 * 2)
+LEVEL = 1e-3 / (len(TREES) * len(SETTINGS) + 2 * 2 + 1)
 
 RANDOM = np.random.default_rng(20240607)
 LOGITS = (RANDOM.normal(size=(V, V)) * 1.2).astype(np.float32)
@@ -63,8 +63,8 @@ def target_of(setting: str) -> tuple:
     return state, p / p.sum(1, keepdims=True)
 
 
-def trees_of(kind: str) -> DraftTree:
-    """Distinct siblings, drawn without replacement from the draft's row of their parent.
+def trees_of(kind: str, roots: np.ndarray | int = START) -> DraftTree:
+    """Distinct siblings below these roots, drawn without replacement from the draft's row of their parent.
 
     The draft must have preferences: over uniformly drawn siblings many a mistake averages out.
     """
@@ -77,6 +77,7 @@ def trees_of(kind: str) -> DraftTree:
     else:
         parent[:] = parents
     tokens = np.full((ROUNDS, nodes), START, np.int32)
+    tokens[:, 0] = roots
     valid = np.ones((ROUNDS, nodes), bool)
     taken = np.zeros((ROUNDS, nodes, V), bool)
     rows = np.arange(ROUNDS)
@@ -99,10 +100,9 @@ def chains_of(steps: int) -> DraftTree:
     return chain(jnp.asarray(np.stack(nodes, 1)), draft_probs=jnp.asarray(np.stack(q, 1).astype(np.float32)))
 
 
-def sequences(accepted: verify.Acceptance, p: np.ndarray) -> list[tuple]:
-    """The first LENGTH tokens of every row, emitted or else drawn from the target."""
+def sequences(emitted: np.ndarray, count: np.ndarray, p: np.ndarray) -> list[tuple]:
+    """The first LENGTH tokens of every row, of its `count` emitted ones or else drawn from the target."""
     random = np.random.default_rng(3)
-    emitted, count = np.asarray(accepted.tokens), np.asarray(accepted.num_drafts) + 1
     out, last = [], np.full(ROUNDS, START)
     for i in range(LENGTH):
         drawn = draw(p[last], random)
@@ -113,9 +113,13 @@ def sequences(accepted: verify.Acceptance, p: np.ndarray) -> list[tuple]:
 
 
 def p_of(accepted: verify.Acceptance, p: np.ndarray) -> float:
+    return p_of_sequences(sequences(np.asarray(accepted.tokens), np.asarray(accepted.num_drafts) + 1, p), p)
+
+
+def p_of_sequences(found: list[tuple], p: np.ndarray) -> float:
     expected = list(np.ndindex(*(V,) * LENGTH))
     probs = [np.prod([p[a, b] for a, b in zip((START, *s[:-1]), s, strict=True)]) for s in expected]
-    return p_value(sequences(accepted, p), expected, probs)
+    return p_value(found, expected, probs)
 
 
 def run(tree: DraftTree, state, seed: int, mode: str = "target_only", judge=ACCEPT) -> verify.Acceptance:
@@ -132,6 +136,26 @@ def test_target_only_on_trees(kind, setting):
     accepted = run(trees_of(kind), state, seed=1)
     assert p_of(accepted, p) > LEVEL
     assert 0.3 < np.asarray(accepted.num_drafts).mean() < LENGTH
+
+
+def two_rounds(later: bool) -> float:
+    """The p-value of what two rounds emit one behind the other; the second begins at its own length, or at the first's."""
+    state, p = target_of("plain")
+    keys, length = row_keys(range(9 * ROUNDS, 10 * ROUNDS)), jnp.asarray(RANDOM.integers(0, 1000, ROUNDS), jnp.int32)
+    first = trees_of("wide")
+    one = ACCEPT(first, jnp.asarray(LOGITS)[first.tokens], state, keys, length, mode="target_only")
+    count, rows = np.asarray(one.num_drafts) + 1, np.arange(ROUNDS)
+    second = trees_of("wide", np.asarray(one.tokens)[rows, count - 1])
+    two = ACCEPT(second, jnp.asarray(LOGITS)[second.tokens], state, keys, length + later * count, mode="target_only")
+    emitted = np.zeros((ROUNDS, one.tokens.shape[1] + two.tokens.shape[1]), np.int32)
+    emitted[:, : one.tokens.shape[1]] = one.tokens
+    emitted[rows[:, None], count[:, None] + np.arange(two.tokens.shape[1])] = two.tokens
+    return p_of_sequences(sequences(emitted, count + np.asarray(two.num_drafts) + 1, p), p)
+
+
+def test_the_coins_of_two_rounds_are_independent():
+    assert two_rounds(later=True) > LEVEL
+    assert two_rounds(later=False) < 1e-9, "the same coins in both rounds are seen"
 
 
 @pytest.mark.parametrize("setting", ["plain", "filtered"])

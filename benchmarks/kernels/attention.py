@@ -30,6 +30,8 @@ from attention_points import choices_part, more_part, ncu_part, pick, targets_pa
 from cache_writes import commit_part  # noqa: E402
 from timing import Rows, bandwidth, read_rate  # noqa: E402
 
+from jaxspec.benchmarking.records import write_rows  # noqa: E402
+
 PARTS = {"bandwidth": 25, "targets": 80, "choices": 100, "more": 90, "commit": 30, "ncu": 45}  # seconds at most
 
 
@@ -104,7 +106,7 @@ def table(out: pathlib.Path):
                 points.setdefault(" ".join(words[:3]), []).append((words[3], row))
             elif part != "ncu":
                 print(f"  {name:24s}", " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
-    (out / "attention.json").write_text(json.dumps(every, indent=1))
+    write_rows(out / "attention.json", every)
     print(f"\nus, GB/s, share of the floor at {read_rate(out) / 1e12:.2f} TB/s; tilings as split(s)/block/rows/warps/stages")
     for point, cells in points.items():
         print(" ", point)

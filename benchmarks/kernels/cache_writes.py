@@ -14,7 +14,7 @@ def commit_part(rows: Rows, out: pathlib.Path):
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.cache.kv_commit import kv_compact_layers, kv_write
+    from pallas_kernels.cache import api, reference
 
     layers, S, P = 32, 16, 4096
     make = jax.jit(lambda: [jnp.zeros((P, S, K, D), jnp.bfloat16) for _ in range(2 * layers)])
@@ -39,14 +39,14 @@ def commit_part(rows: Rows, out: pathlib.Path):
         return list(zip(pools[::2], pools[1::2], strict=True))
 
     def write_all(pools, page, slot, k):
-        new = (kv_write(*pair, page, slot, k, k) for pair in pairs(pools))
+        new = (api.kv_write(*pair, page, slot, k, k) for pair in pairs(pools))
         return [x for pair in new for x in pair]
 
-    def compact_all(pools, page, source, target, kernel=None):
-        return list(kv_compact_layers(pools, (page, source), (page, target), kernel=kernel))
+    def compact_all(pools, page, source, target, compact=api.kv_compact_layers):
+        return list(compact(pools, (page, source), (page, target)))
 
     def scatter_all(*arguments):
-        return compact_all(*arguments, kernel=False)
+        return compact_all(*arguments, compact=reference.kv_compact_layers)
 
     for B, T in ((1, 1), (1, 16), (8, 4), (8, 64)):
         index = jnp.arange(B * T).reshape(B, T)

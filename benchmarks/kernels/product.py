@@ -34,6 +34,8 @@ for folder in (HERE.parent, HERE.parents[2]):
 
 from timing import Rows, best_time  # noqa: E402
 
+from jaxspec.benchmarking.records import write_rows  # noqa: E402
+
 TABLE = HERE.parents[2] / "pallas_kernels" / "product_table.py"
 TARGET = ((4096, 28672), (14336, 4096), (4096, 6144), (4096, 4096), (4096, 128256))  # a Llama-3.1-8B's weights
 DRAFTS = ((12288, 4096), (8192, 6144), (4096, 32000), (20480, 4096), (8192, 4096))  # heads of EAGLE-3, DFlash, EAGLE
@@ -111,12 +113,12 @@ def variants(rows: int, K: int, N: int, count: int) -> list:
     import jax
     import jax.numpy as jnp
 
-    from jaxspec.models.layers import gate_values
     from pallas_kernels.product.mosaic import partial_products, skinny_product
+    from pallas_kernels.product.reference import gate_values
     from pallas_kernels.tilings import product_parts
 
     if (K, N) in GATED:
-        found = [("xla", lambda x, w: gate_values(x @ w, "silu"), None)]
+        found = [("xla", lambda x, w: gate_values(x @ w), None)]
         for tiling in choices(rows, K, N, count):
             run = jax.jit(lambda x, w, t=tiling: partial_products(x, w, t, dtype=x.dtype, gated=True)[0])
             found.append((name_of(tiling), run, tiling))
@@ -150,7 +152,7 @@ def chain(product, calls: int, repeats: int):
     import jax
     import jax.numpy as jnp
 
-    from jaxspec.models.layers import gate_values
+    from pallas_kernels.product.reference import gate_values
 
     def f(x, ws, wanted):
         def body(_, x):
@@ -161,7 +163,7 @@ def chain(product, calls: int, repeats: int):
         y = product(x, ws[0])
         wanted = wanted[: x.shape[0]]
         if y.shape != wanted.shape:
-            wanted = gate_values(wanted, "silu")
+            wanted = gate_values(wanted)
         error = jnp.linalg.norm(y.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
         return jax.lax.fori_loop(0, repeats, body, x), error, y[0]
 
@@ -304,11 +306,11 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=5, help="tilings per point (default: 5)")
     parser.add_argument("--shapes", nargs="+", help="INPUTSxOUTPUTS instead of the built-in points")
     parser.add_argument("--rows", nargs="+", type=int, help="numbers of rows instead of the built-in ones")
-    parser.add_argument("--table", type=pathlib.Path, metavar="JSON", help="only write the table from such a file")
+    parser.add_argument("--table", type=pathlib.Path, metavar="JSON", help="only write the kernel's table from DIR/table.json")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.table is not None:
-        rows = json.loads(args.table.read_text())
+        rows = json.loads(args.table.read_text())["rows"]
         TABLE.write_text(table_text(rows))
         report(rows)
         return 0
@@ -332,7 +334,9 @@ def main() -> int:
                 break
         except subprocess.TimeoutExpired:
             break
-    report(json.loads((out / "products.json").read_text()))
+    rows = json.loads((out / "products.json").read_text())
+    write_rows(out / "table.json", rows)
+    report(rows)
     return 0
 
 

@@ -152,7 +152,8 @@ def at_context(state: RoundState, context: int, text: np.ndarray | None = None) 
     return dataclasses.replace(
         state,
         cache=dataclasses.replace(state.cache, length=jnp.asarray(zeros + context)),
-        tokens=tokens, done=jnp.zeros(batch, bool), stopped=jnp.zeros(batch, bool), rounds=jnp.asarray(zeros),
+        tokens=tokens, done=jnp.zeros(batch, bool), stopped=jnp.zeros(batch, bool), broken=jnp.zeros(batch, bool),
+        rounds=jnp.asarray(zeros),
         fill=jnp.asarray(zeros + context),
     )  # fmt: skip
 

@@ -70,7 +70,7 @@ def dflash(target: ModelConfig, num_layers: int = 5, block_size: int = 16) -> DF
     return DFlashConfig(
         layers=_layers(target, num_layers), taps=dflash_taps(target.num_layers, num_layers),
         target_hidden_size=target.hidden_size, draft_vocab_size=target.vocab_size, block_size=block_size,
-        mask_token_id=target.vocab_size - 1,
+        mask_token_id=target.vocab_size - 1, num_target_layers=target.num_layers,
     )  # fmt: skip
 
 

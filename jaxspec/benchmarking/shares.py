@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.benchmarking.records import read_rows
 from jaxspec.config import ConfigError
 
 
@@ -47,14 +47,14 @@ def run_shares(arguments: Sequence[str], gpus: int, path: Path) -> tuple[list[di
     """Runs ``python -m jaxspec.bench`` with these arguments once for each GPU, each with its share of the rows.
 
     Args:
-      arguments: of the whole run; what belongs to it alone (`--gpus`, `--json`, `--readme`) is left out.
+      arguments: of the whole run; what belongs to it alone (`--gpus`, `--json`) is left out.
       gpus: processes.
       path: where the rows will go; each process writes beside it, beginning with what it holds under `--resume`.
 
     Returns:
       All rows, each once, and the worst exit status.
     """
-    command = [sys.executable, "-m", "jaxspec.bench", *without(arguments, "--gpus", "--json", "--readme")]
+    command = [sys.executable, "-m", "jaxspec.bench", *without(arguments, "--gpus", "--json")]
     files = [path.with_name(f".{path.stem}.gpu{i}{path.suffix}") for i in range(gpus)]
     processes: list[subprocess.Popen] = []
     try:
@@ -69,7 +69,7 @@ def run_shares(arguments: Sequence[str], gpus: int, path: Path) -> tuple[list[di
     finally:
         for process in processes:
             process.kill()
-    found = [row for file in files if file.exists() for row in json.loads(file.read_text())]
+    found = [row for file in files for row in read_rows(file)]
     for file in files:
         file.unlink(missing_ok=True)
     return list({(row["name"], row["batch"], row["context"]): row for row in found}.values()), worst

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxspec.benchmarking.bandwidth import Bandwidth
+from jaxspec.benchmarking.records import write_rows
 from jaxspec.benchmarking.rounds import RoundCase, RoundResult, measure
 from jaxspec.benchmarking.shapes import random_draft, random_model
 from jaxspec.config import ConfigError, SpecConfig
@@ -105,37 +103,6 @@ class Given:
         return self._draft
 
 
-def replace_text(path: str | Path, text: str) -> None:
-    """Replaces a file in one step, so that a run that is cut off leaves a whole one."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text(text)
-    os.replace(fresh, path)
-
-
-def check_marks(path: Path, begin: str, end: str) -> re.Pattern:
-    """What finds the text between two marks of a file, marks included.
-
-    Raises ConfigError when there is no such file, or when it does not have both marks once.
-    """
-    marked = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.S)
-    if not path.is_file() or len(marked.findall(path.read_text())) != 1:
-        raise ConfigError(f"{path}: the table belongs into a file that exists, between the lines {begin} and {end}, once")
-    return marked
-
-
-def replace_between(path: Path, begin: str, end: str, text: str) -> None:
-    """Puts text between two marks of a file, in one step. Raises as `check_marks` does."""
-    marked = check_marks(path, begin, end)
-    replace_text(path, marked.sub(lambda _: f"{begin}\n{text}\n{end}", path.read_text()))
-
-
-def write_json(path: str | Path, rows: Sequence[dict]) -> None:
-    """Replaces a file of rows."""
-    replace_text(path, json.dumps(rows, indent=1) + "\n")
-
-
 def run_suite(
     cases: Iterable[SuiteCase],
     weights: Weights | Given,
@@ -185,5 +152,5 @@ def run_suite(
         if report is not None:
             report(result)
         if path is not None:
-            write_json(path, [*kept, *(r.to_json() for r in results)])
+            write_rows(path, [*kept, *(r.to_json() for r in results)])
     return results

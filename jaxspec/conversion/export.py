@@ -72,7 +72,7 @@ def common_keys(config: ModelConfig) -> dict[str, Any]:
     """Keys that all families share."""
     stops = list(config.stop_token_ids)
     keys = {
-        "architectures": [config.architecture],
+        **({"architectures": [config.architecture]} if config.architecture else {}),
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

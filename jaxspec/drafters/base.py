@@ -17,7 +17,7 @@ from jaxspec.kvcache import LayerKV, PagedKVCache
 from jaxspec.pytree import pytree
 from jaxspec.sampling import SamplingState
 from jaxspec.trees.tree import DraftTree, root_only
-from pallas_kernels.attention.fused import Implementation
+from pallas_kernels.attention.rows import Library
 
 
 @pytree(static=("config", "fresh"))
@@ -52,7 +52,7 @@ class RoundContext:
     config: ModelConfig
     allowed: UInt32[Array, "B W"] | None = None
     continued: Bool[Array, " B"] | None = None
-    fresh: Implementation | None = None
+    fresh: Library | None = None
 
 
 @pytree()

@@ -20,6 +20,7 @@ from jaxspec.drafters.eagle.config import EagleConfig, EagleOptions, PEagleOptio
 from jaxspec.drafters.mtp.config import MtpConfig, MtpOptions
 from jaxspec.drafters.ngram.config import NgramConfig
 from jaxspec.drafters.options import DraftOptions
+from jaxspec.drafters.standalone.config import StandaloneOptions
 from jaxspec.drafters.uno.config import UnoConfig, UnoOptions
 
 TREE = ("num_steps", "topk", "num_draft_tokens")
@@ -346,9 +347,10 @@ register(
 register(
     Kind(
         "STANDALONE",
-        "jaxspec.drafters.standalone:build",
-        "jaxspec.drafters.standalone:resolve",
-        draft_help="a smaller model that shares most of the vocabulary (jaxspec.load)",
+        "jaxspec.drafters.standalone.drafter:build",
+        "jaxspec.drafters.standalone.drafter:resolve",
+        options=StandaloneOptions,
+        draft_help="a smaller model (jaxspec.load)",
         format=MODEL,
         head="standalone",
         training="jaxspec.training.standalone",

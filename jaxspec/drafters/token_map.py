@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import ConfigError
+from jaxspec.files.errors import reading
 from jaxspec.files.torch_list import read_list
 from jaxspec.params import DraftParams
 
@@ -28,14 +29,13 @@ def load_token_map(source: str | Path | Sequence[int]) -> tuple[int, ...]:
         path = Path(source)
         if not path.is_file():
             raise ConfigError(f"token_map={str(source)!r}: there is no such file")
-        if path.suffix == ".npy":
-            ids = np.load(path, allow_pickle=False)
-        elif path.suffix == ".json":
-            ids = np.asarray(json.loads(path.read_text()))
-        elif path.suffix in (".pt", ".bin"):
-            ids = np.asarray(read_list(path))
-        else:
+        if path.suffix not in (".npy", ".json", ".pt", ".bin"):
             raise ConfigError(f"token_map={str(source)!r} must be a .pt, .npy or .json file")
+        with reading(f"token_map={str(source)!r}"):
+            if path.suffix == ".npy":
+                ids = np.load(path, allow_pickle=False)
+            else:
+                ids = np.asarray(json.loads(path.read_text()) if path.suffix == ".json" else read_list(path))
     if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
         raise ConfigError(f"{source} must hold a flat list of token ids, found shape {ids.shape} of {ids.dtype}")
     if len(np.unique(ids)) != ids.size or ids.min() < 0:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxspec.config import SpecConfig
 from jaxspec.engine import rows
+from jaxspec.engine.messages import NotANumber
 from jaxspec.engine.rows import Layout
 from jaxspec.kvcache import LayerKV, init_layers, pages_for
 from jaxspec.prefill import BLOCK, platform
@@ -82,6 +83,8 @@ class Batch:
     def logs(self) -> list[Log]:
         """What every row has emitted so far."""
         s, found = self.state, []
+        if jax.device_get(s.broken).any():
+            raise NotANumber(f"activations of rows {np.flatnonzero(s.broken).tolist()} are not numbers")
         columns = (s.tokens, s.from_draft, s.round_of, s.proposed_upto, s.cache.length, s.done, s.stopped)
         for prompt, *row in zip(self.prompts, *jax.device_get(columns), strict=True):
             tokens, from_draft, round_of, proposed_upto, length, done, stopped = row

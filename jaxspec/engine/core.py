@@ -132,7 +132,7 @@ class Core:
         self._wait_seconds += now - begun
         deltas = self.scheduler.report(report, flight.rows, flight.number, flight.rounds)
         self._recent.append((now, self.scheduler.tokens))
-        self._out.extend(replace(delta, at=now) for delta in deltas)
+        self._out.extend(replace(news, at=now) if isinstance(news, Delta) else news for news in deltas)
 
     def _fail(self, error: Exception) -> None:
         self._flights.clear()

@@ -31,7 +31,7 @@ from jaxspec.kvcache import pages_for
 from jaxspec.round import Program
 from jaxspec.runtime import own_settings
 from jaxspec.sampling_params import CLASSES, SamplingParams
-from pallas_kernels.attention.fused import Implementation
+from pallas_kernels.attention.rows import Library
 
 ADMISSIONS = (1, 8)
 """Rows that one program of admissions puts into the table."""
@@ -55,13 +55,14 @@ class Flight:
         window = (data.shape[1] - fixed) // 4
         rows = []
         for line in data:
-            length, done, stopped, rounds, proposed, count = line[:fixed].tolist()
+            length, done, stopped, broken, rounds, proposed, count = line[:fixed].tolist()
             tokens, from_draft, round_of, upto = (line[fixed + i * window :][:count] for i in range(4))
             rows.append(
                 RowReport(
                     length=length,
                     done=bool(done),
                     stopped=bool(stopped),
+                    broken=bool(broken),
                     tokens=tokens.tolist(),
                     from_draft=from_draft.astype(bool),
                     round_of=round_of,
@@ -84,7 +85,7 @@ class Device:
       rounds: what `rounds_left` of every row is between launches.
     """
 
-    def __init__(self, memory: Memory, limits: Limits, long: Implementation | None = None, rounds: int = 1):
+    def __init__(self, memory: Memory, limits: Limits, long: Library | None = None, rounds: int = 1):
         """A table without rows.
 
         Args:

@@ -19,7 +19,7 @@ from jaxspec.engine.core import Core
 from jaxspec.engine.device import Device
 from jaxspec.engine.handle import EngineStats, EngineStopped, Handle, LaunchFailed
 from jaxspec.engine.memory import Memory, device_of
-from jaxspec.engine.messages import Delta, Failed, Limits, QueueFull, Request, SchedulerConfig
+from jaxspec.engine.messages import Delta, Failed, Limits, NotANumber, QueueFull, Request, SchedulerConfig
 from jaxspec.engine.programs import pool_bytes
 from jaxspec.kvcache import pages_for
 from jaxspec.plain import plain
@@ -339,7 +339,7 @@ class Engine:
             events = self._core.step()
             if events:
                 self._outbox.put(events)
-            if any(isinstance(event, Failed) for event in events) and self._fails_again():
+            if any(isinstance(e, Failed) and not isinstance(e.error, NotANumber) for e in events) and self._fails_again():
                 break
 
     def _fails_again(self) -> bool:
@@ -365,7 +365,8 @@ class Engine:
                     continue
                 if isinstance(event, Failed):
                     self._forget(handle)
-                    handle.end(None, LaunchFailed(event.message))
+                    alone = isinstance(event.error, NotANumber)
+                    handle.end(None, event.error if alone else LaunchFailed(event.message))
                 else:
                     try:
                         self._hear(handle, event)

@@ -104,6 +104,7 @@ class Handle:
         Raises:
           TimeoutError: it is not there after `timeout` seconds.
           LaunchFailed, EngineStopped: it will never be.
+          NotANumber: the model's output for this request was NaN; others are not concerned.
         """
         if not self._over.wait(timeout):
             raise TimeoutError(f"request {self.rid!r} has not ended within {timeout} s")

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from jaxspec.engine.messages import Delta, Reason, Request, RowReport
+from jaxspec.engine.messages import Delta, Failed, NotANumber, Reason, Request, RowReport
 from jaxspec.engine.prefix import Node
 from jaxspec.sampling_params import CLASSES, sampling_class
 
@@ -42,6 +42,15 @@ class Job:
     def fill(self) -> int:
         """Positions that prefill has to take in: the prompt, or of a resumed request all before its bonus token."""
         return self.count - 1 if self.emitted else self.count
+
+    def broken(self) -> Failed:
+        """What the caller hears when the model's output for the job is not a number."""
+        message = (
+            f"request {self.request.rid!r} ends after {self.emitted} tokens behind a prompt of {len(self.request.ids)}: the "
+            "model's activations are not numbers (NaN). Its weights are damaged (convert them again), or numbers overflow "
+            "their type (load with dtype='bfloat16' or 'float32')"
+        )
+        return Failed(self.request.rid, message, NotANumber(message))
 
     def delta(self, news: RowReport | None, reason: Reason | None) -> Delta:
         """What `news` brought."""

@@ -15,7 +15,7 @@ from jaxspec.config import ConfigError
 from jaxspec.engine.programs import pool_bytes, pools_program
 from jaxspec.kvcache import LayerKV
 from jaxspec.round import Program
-from jaxspec.runtime import announced, check_memory, compiled, own_settings
+from jaxspec.runtime import announced, check_activations, check_memory, compiled, own_settings
 
 COMPILERS = 4
 """Programs that are compiled at once."""
@@ -108,7 +108,11 @@ class Memory:
             return compiled(function, *args, **static)
 
     def compile(self, wanted: list[tuple[Any, Any, tuple, dict]]) -> list[Any]:
-        """Compiles what is missing of (function, key, arguments or their shapes, static arguments), all of it at once."""
+        """Compiles what is missing of (function, key, arguments or their shapes, static arguments), all of it at once.
+
+        Raises:
+          PoolTooLarge: the device has no room for a program's activations.
+        """
         wanted = [(f, self._known(key), args, static) for f, key, args, static in wanted]
         missing = [(f, key, args, static) for f, key, args, static in wanted if (f, key) not in self.executables]
         if missing:
@@ -116,6 +120,8 @@ class Memory:
             with announced([f.__name__ for f, *_ in missing]), ThreadPoolExecutor(COMPILERS) as pool:
                 jobs = [pool.submit(self._compiled, f, args, static) for f, _, args, static in missing]
                 made = [job.result() for job in jobs]
+            for (f, *_), (program, _) in zip(missing, made, strict=True):
+                check_activations(program, f.__name__, self.device)
             self.executables |= {(f, key): program for (f, key, *_), (program, _) in zip(missing, made, strict=True)}
             if any(seconds for _, seconds in made):
                 now = time.perf_counter()

@@ -71,9 +71,13 @@ class Delta:
     at: float = 0.0
 
 
+class NotANumber(RuntimeError):
+    """The model's activations for a request became NaN: its weights are damaged, or its numbers overflow their type."""
+
+
 @dataclass(frozen=True)
 class Failed:
-    """A request that ended because a launch raised."""
+    """A request that ended because a launch raised, or the model's output for it was not a number (`NotANumber`)."""
 
     rid: str
     message: str
@@ -283,7 +287,8 @@ class RowReport:
 
     Attributes:
       length: committed positions.
-      done: the row has ended; with `stopped` by a stop id, else by its limit.
+      done: the row has ended; with `stopped` by a stop id, with `broken` by activations that are not numbers, else by its
+        limit.
       tokens: emitted since the row's last report, with the log entries `from_draft`, `round_of`, `proposed_upto`.
       rounds, proposed: the row's counters since its first admission.
     """
@@ -297,6 +302,7 @@ class RowReport:
     proposed_upto: np.ndarray
     rounds: int
     proposed: int
+    broken: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ SCALARS = (
     "proposed", "seed_high", "seed_low", "top_k", "min_new_tokens", "greedy", "ignore_eos",
 )  # fmt: skip
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-HEADER = ("length", "done", "stopped", "rounds", "proposed", "count")
+HEADER = ("length", "done", "stopped", "broken", "rounds", "proposed", "count")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +117,7 @@ def state_of(layout: Layout, mail: Int[Array, "J words"], layers: tuple, draft: 
         keys=keys,
         done=jnp.zeros(rows, bool),
         stopped=jnp.zeros(rows, bool),
+        broken=jnp.zeros(rows, bool),
         prompt_length=x["prompt_length"],
         fill=x["fill"],
         resumed=x["resumed"] != 0,
@@ -234,7 +235,7 @@ def report(rows: RoundState, window: int, rounds: int) -> tuple[RoundState, Int[
     count = jnp.clip(end - seen, 0, window)
     at = jnp.minimum(seen[:, None] + jnp.arange(window), rows.tokens.shape[1] - 1)
     logs = [jnp.take_along_axis(x, at, 1) for x in (rows.tokens, rows.from_draft, rows.round_of, rows.proposed_upto)]
-    header = (length, rows.done, rows.stopped, rows.rounds, rows.proposed, count)
+    header = (length, rows.done, rows.stopped, rows.broken, rows.rounds, rows.proposed, count)
     packed = [jnp.stack([x.astype(jnp.int32) for x in header], 1), *(x.astype(jnp.int32) for x in logs)]
     left = jnp.full_like(rows.rounds_left, rounds)
     return dataclasses.replace(rows, seen=seen + count, rounds_left=left), jnp.concatenate(packed, 1)

@@ -19,6 +19,7 @@ from jaxspec.engine.messages import (
     FINISH_AND_CLEAR,
     Admission,
     Delta,
+    Failed,
     Launch,
     Limits,
     Orders,
@@ -155,13 +156,14 @@ class Scheduler:
         if group is not None and self._leaders.get(group) is job:
             del self._leaders[group]
 
-    def _leave(self, row: Row, order: int) -> None:
-        """Takes a row out of the table; its immutable pages go to the prefix cache, the others are free.
+    def _leave(self, row: Row, order: int, reusable: bool = True) -> None:
+        """Takes a row out of the table; its immutable pages go to the prefix cache if they are `reusable`, the others are free.
 
         Launches in flight may still write to them; launches run in order, and the next one clears the row's table before
         anybody else uses the pages.
         """
-        self._remember(row)
+        if reusable:
+            self._remember(row)
         self._release(row.pages)
         row.retired, row.job.row = True, None
         self.rows[row.index] = None
@@ -196,7 +198,7 @@ class Scheduler:
 
     # Reports.
 
-    def report(self, report: Report, rows: list[Row | None], number: int, rounds: int) -> list[Delta]:
+    def report(self, report: Report, rows: list[Row | None], number: int, rounds: int) -> list[Delta | Failed]:
         """Takes in a report of launch `number`, whose table held `rows` and which ran up to `rounds` rounds."""
         deltas = []
         decoded = report.kind == "rounds"
@@ -211,7 +213,7 @@ class Scheduler:
                 deltas.append(delta)
         return deltas
 
-    def _hear(self, row: Row, news: RowReport, decoded: bool) -> Delta | None:
+    def _hear(self, row: Row, news: RowReport, decoded: bool) -> Delta | Failed | None:
         job = row.job
         new = len(news.tokens)
         if not new and news.length == row.known and not news.done:
@@ -230,6 +232,10 @@ class Scheduler:
             drafts = np.bincount(news.round_of - job.rounds - 1, news.from_draft, minlength=since).astype(np.int64)
             np.add.at(self.accepted, drafts, 1)
             job.rounds, job.proposed = news.rounds, news.proposed
+        if news.broken:
+            self._leave(row, CLEAR, reusable=False)
+            self._forget(job)
+            return job.broken()
         if news.done:
             self._leave(row, CLEAR)
             self._forget(job)

@@ -54,7 +54,7 @@ def reading(where: object) -> Iterator[None]:
         raise ConversionError(f"{where} needs more memory than there is ({shown(error)})") from error
     except OSError as error:
         raise ConversionError(f"{where} cannot be read or written ({shown(error)})") from error
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, struct.error) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, EOFError, struct.error) as error:
         raise ConversionError(
             f"{where} is damaged or of a layout that is not known ({type(error).__name__}: {shown(error)})"
         ) from error

@@ -10,17 +10,18 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec.kvcache import LayerKV, Slots, find_slots, write
 from jaxspec.models.decoder import Attend
-from jaxspec.models.layers import product_and_hidden
+from jaxspec.models.layers import dense, is_plain, split_adapter
 from pallas_kernels import groups_queries, tree_attention
-from pallas_kernels.attention.fused import Implementation, causal_rows, serves
-from pallas_kernels.layer import gated_rope_write, rope_write
+from pallas_kernels.attention.rows import Library, attends_over_rows, chunk_attention
+from pallas_kernels.layer.api import adapted_rope_write, apply_rope, rope_write, split_qkv
+from pallas_kernels.product.api import add_up
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttend:
     """Writes the rows' keys and values at `slots`, then runs `pallas_kernels.tree_attention` (its arguments).
 
-    `fresh` says that nothing is committed and all T rows stand in causal order, and which implementation attends then: the
+    `fresh` says that nothing is committed and all T rows stand in causal order, and which library attends then: the
     rows' own keys and values are all that there is, and the pages are written but not read. Rows that do not exist stand
     behind all others, which therefore do not see them. None: the kernel reads the pages.
     """
@@ -32,7 +33,7 @@ class PagedAttend:
     positions: Int[Array, "B T"]
     inflight_positions: Int[Array, "B M"]
     sink: int = 0
-    fresh: Implementation | None = None
+    fresh: Library | None = None
 
     @classmethod
     def behind(
@@ -46,7 +47,7 @@ class PagedAttend:
         visible: UInt32[Array, "B T W"] | None = None,
         *,
         sink: int = 0,
-        fresh: Implementation | None = None,
+        fresh: Library | None = None,
     ) -> PagedAttend:
         """Rows whose entries are the last T of those in flight, which lie one after another behind the `base` committed ones.
 
@@ -74,8 +75,43 @@ class PagedAttend:
         if self.over_rows(q.dtype, q.shape[-1], v.shape[-1], **options):
             with jax.named_scope("chunk_attention"):
                 options.pop("softcap")
-                return causal_rows(q, k, v, **options, implementation=self.fresh), layer
+                return chunk_attention(self.fresh, q, k, v, **options), layer
         return self.attention(layer, q, **options), layer
+
+    def projected(self, layer: LayerKV, x: Float[Array, "B T E"], qkv: dict, angles, **options) -> tuple[Array, LayerKV]:
+        """`__call__` from what queries, keys and values are projected from: rotary embedding and write may be one kernel.
+
+        Args:
+          layer: the layer's pools.
+          x: what is projected.
+          qkv: the projection (`layers.dense`): per kv head its queries, the key, the value.
+          angles: from `layers.rope_angles`.
+          **options: of `attention`.
+        """
+        K, D = layer.k.shape[2:]
+        adapter, plain = split_adapter(qkv) if "lora" in qkv else (None, qkv)
+        if adapter is not None and is_plain(plain) and self.fresh is None:
+            with jax.named_scope("kv_write"):
+                by_head = self.groups_queries(layer, x, plain["kernel"].shape[1])
+                q, *pools = adapted_rope_write(
+                    x, plain["kernel"], adapter, *angles, *layer, *self.slots, by_head=by_head
+                )  # fmt: skip
+        else:
+            parts = dense(x, qkv, adder="any")
+            if self.over_rows(x.dtype, D, D, **options):  # wants the keys themselves
+                q, k, v = split_qkv(add_up(parts, x.dtype), K, D)
+                return self(layer, apply_rope(q, angles), apply_rope(k, angles), v, **options)
+            with jax.named_scope("kv_write"):
+                by_head = self.groups_queries(layer, x, parts.shape[3])
+                q, *pools = rope_write(parts, *angles, *layer, *self.slots, dtype=x.dtype, by_head=by_head)
+        layer = LayerKV(*pools)
+        return self.attention(layer, q, **options), layer
+
+    def groups_queries(self, layer: LayerKV, x: Float[Array, "B T E"], width: int) -> bool:
+        """Whether `attention` regroups the queries of a projection of x, `width` channels wide, by kv head."""
+        K, D = layer.k.shape[2:]
+        queries = jax.ShapeDtypeStruct((*x.shape[:2], width // D - 2 * K, D), x.dtype)
+        return groups_queries(queries, *layer, self.page_table)
 
     def over_rows(self, dtype, key_dim: int, value_dim: int, *, scale, window: int | None, softcap: float | None) -> bool:
         """Whether the rows attend to their own keys and values as they are, not to the pages."""
@@ -83,7 +119,7 @@ class PagedAttend:
         if self.fresh is None or self.sink:
             return False
         windowed = window is not None and window < self.positions.shape[1]
-        return serves(self.fresh, dtype, key_dim, value_dim, windowed, softcap)
+        return attends_over_rows(self.fresh, dtype, key_dim, value_dim, windowed, softcap)
 
     def attention(self, layer: LayerKV, q: Float[Array, "B T H D"], *, scale, window, softcap) -> Float[Array, "B T H Dv"]:
         """Attention alone."""
@@ -92,63 +128,6 @@ class PagedAttend:
                 q, layer.k, layer.v, self.page_table, self.length, self.visible, self.positions, self.inflight_positions,
                 scale=scale, window=window, sink=self.sink, softcap=softcap,
             )  # fmt: skip
-
-    def fused(
-        self, layer: LayerKV, heads: Float[Array, "parts B T K G_plus_2 D"], dtype, angles, **options
-    ) -> tuple[Array, LayerKV] | None:
-        """The same with the rotary embedding, from a projection before it, in one kernel less; None where that is not served.
-
-        Args:
-          layer: the layer's pools.
-          heads: per kv head its queries, the key, the value; in parts that are to be added.
-          dtype: of their sum.
-          angles: from `layers.rope_angles`.
-          **options: of `attention`.
-        """
-        if self.over_rows(dtype, heads.shape[-1], heads.shape[-1], **options):  # wants the keys themselves
-            return None
-        if not (rope_write.available() and rope_write.serves(heads, angles[0], *layer)):
-            return None
-        _, B, T, K, width, D = heads.shape
-        queries = jax.ShapeDtypeStruct((B, T, K * (width - 2), D), dtype)
-        with jax.named_scope("kv_write"):
-            q, *pools = rope_write.rope_write(
-                heads, *angles, *layer, *self.slots, dtype=dtype,
-                by_head=groups_queries(queries, *layer, self.page_table),
-            )  # fmt: skip
-        layer = LayerKV(*pools)
-        return self.attention(layer, q, **options), layer
-
-    def fused_with_adapter(
-        self, layer: LayerKV, x: Float[Array, "B T E"], qkv: dict, angles, **options
-    ) -> tuple[Array, LayerKV] | None:
-        """`fused` behind a projection with an adapter, whose second half is part of the kernel; None: not served.
-
-        Args:
-          layer: the layer's pools.
-          x: what is projected.
-          qkv: the projection, with ``lora``.
-          angles: from `layers.rope_angles`.
-          **options: of `attention`.
-        """
-        lora = qkv["lora"]
-        scale, gate, blocks = lora["scale"], lora["gate"], lora.get("blocks")
-        D = layer.k.shape[-1]
-        if self.fresh is not None or not (isinstance(scale, float) and rope_write.available()):
-            return None
-        if not gated_rope_write.serves(x, lora["b"], blocks, angles[0], *layer):
-            return None
-        both = product_and_hidden(x, qkv, lora)
-        if both is None:
-            return None
-        queries = jax.ShapeDtypeStruct((*x.shape[:2], lora["b"].shape[1] // D - 2 * layer.k.shape[2], D), x.dtype)
-        with jax.named_scope("kv_write"):
-            q, *pools = gated_rope_write.gated_rope_write(
-                both[None], lora["b"], gate, *angles, *layer, *self.slots, scale=scale, blocks=blocks,
-                by_head=groups_queries(queries, *layer, self.page_table),
-            )  # fmt: skip
-        layer = LayerKV(*pools)
-        return self.attention(layer, q, **options), layer
 
 
 def causal_attend(positions: Int[Array, "B T"]) -> Attend:

@@ -17,24 +17,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.deepseek import latent_attention, latent_attention_shapes
-from jaxspec.models.layers import (
-    add_and_norm,
-    add_up,
-    apply_rope,
-    dense,
-    dense_for_norm,
-    dense_in_parts,
-    gated_mlp_in_parts,
-    rms_norm,
-    rope_angles,
-    split_gate,
-    split_heads,
-    split_qkv,
-)
+from jaxspec.models.layers import dense, gated_mlp, rms_norm, rope_angles, split_gate
 from jaxspec.models.moe import mixture_of_experts, moe_shapes
+from pallas_kernels.layer.api import add_norm, apply_rope, split_qkv
+from pallas_kernels.product.api import add_up
 
 # attend(layer_cache, q [B,T,H,Dk], k [B,T,K,Dk], v [B,T,K,Dv], *, scale, window, softcap) -> (out [B,T,H,Dv], layer_cache)
-# It may have a method `fused` that takes queries, keys and values before the rotary embedding (`attend.PagedAttend`).
+# It may have a method `projected` that takes what queries, keys and values are projected from (`attend.PagedAttend`).
 Attend = Callable[..., tuple[Array, Any]]
 
 FINAL_NORM = -1
@@ -148,74 +137,61 @@ def unembed(params: dict, config: ModelConfig, hidden: Float[Array, "*R E"], exa
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def attention_block(
-    x: Float[Array, "B T E"], params: dict, config: ModelConfig, window: int | None, angles, attend: Attend, cache
-) -> tuple[Float[Array, "B T E"], Any]:
-    """`attention_in_parts`, added up."""
-    parts, cache = attention_in_parts(x, params, config, window, angles, attend, cache)
-    return add_up(parts, x.dtype), cache
-
-
-def attention_in_parts(
+def attention(
     x: Float[Array, "B T E"], params: dict, config: ModelConfig, window: int | None, angles, attend: Attend, cache
 ) -> tuple[Float[Array, "parts B T out"], Any]:
-    """Projections, q/k norms, rotary embedding, attention, a sigmoid gate (Qwen3-Next), output projection in parts."""
+    """Projections, q/k norms, rotary embedding, attention, a sigmoid gate (Qwen3-Next), output projection.
+
+    Returns:
+      What the sublayer adds to the residual stream, in parts, and the cache.
+    """
     options = {"scale": config.attention_scale, "window": window, "softcap": config.attention_softcap}
-    fuses, done = hasattr(attend, "fused") and not config.qk_norm and not config.attention_gate, None
-    if fuses and "lora" in params["qkv"]:
-        done = attend.fused_with_adapter(cache, x, params["qkv"], angles, **options)
-    if done is None:
-        parts = dense_in_parts(x, params["qkv"])
-        if fuses:
-            done = attend.fused(cache, split_heads(parts, config), x.dtype, angles, **options)
-    if done is None:
-        projected = add_up(parts, x.dtype)
+    if hasattr(attend, "projected") and not config.qk_norm and not config.attention_gate:
+        out, cache = attend.projected(cache, x, params["qkv"], angles, **options)
+    else:
+        projected = add_up(dense(x, params["qkv"], adder="any"), x.dtype)
         if config.attention_gate:
             projected, gate = split_gate(projected, config)
-        q, k, v = split_qkv(projected, config)
+        q, k, v = split_qkv(projected, config.num_kv_heads, config.head_dim)
         if config.qk_norm:
             q = rms_norm(q, params["q_norm"], config.norm_eps, config.norm_plus_one)
             k = rms_norm(k, params["k_norm"], config.norm_eps, config.norm_plus_one)
-        done = attend(cache, apply_rope(q, angles), apply_rope(k, angles), v, **options)
-    out, cache = done
+        out, cache = attend(cache, apply_rope(q, angles), apply_rope(k, angles), v, **options)
     out = out.reshape(*x.shape[:2], -1)
     if config.attention_gate:
         out = out * jax.nn.sigmoid(gate)
-    return dense_for_norm(out, params["out"]), cache
+    return dense(out, params["out"], adder="norm"), cache
 
 
 def decoder_layer(
-    x: Float[Array, "B T E"], params: dict, config: ModelConfig, layer: int, angles, attend: Attend, cache
-) -> tuple[Float[Array, "B T E"], Any]:
-    """One pre-norm layer; with `sandwich_norms` the outputs of attention and MLP are normed before they are added."""
-    normed = rms_norm(x, params["input_norm"], config.norm_eps, config.norm_plus_one)
-    x, parts, cache = layer_in_parts(x, normed, params, config, layer, angles, attend, cache)
-    return x + add_up(parts, x.dtype), cache
-
-
-def layer_in_parts(
-    x: Float[Array, "B T E"], normed: Float[Array, "B T E"], params: dict, config: ModelConfig, layer: int, angles,
-    attend: Attend, cache, rows: Int[Array, "B R"] | None = None,
+    x: Float[Array, "B T E"], params: dict, config: ModelConfig, layer: int, angles, attend: Attend, cache,
+    normed: Float[Array, "B T E"] | None = None, rows: Int[Array, "B R"] | None = None,
 ) -> tuple[Float[Array, "B kept E"], Float[Array, "parts B kept E"], Any]:  # fmt: skip
-    """A layer before its last sum, so that a kernel can make it together with the norm behind it.
+    """One pre-norm layer before its last sum, which may be one kernel with the norm behind it.
+
+    With `sandwich_norms` the outputs of attention and MLP are normed before they are added.
 
     Args:
       x: the residual stream.
-      normed: its `input_norm`.
-      params, config, layer, angles, attend, cache: see `decoder_layer`.
+      params, config: of the layer, and the model.
+      layer: its number.
+      angles: from `layer_angles`.
+      attend, cache: see `Attend`.
+      normed: the layer's `input_norm` of x, where it is there already.
       rows: those that go through the MLP and come out; None: all.
 
     Returns:
       The residual stream with the attention's output in it, what the MLP adds in parts, the cache.
     """
 
-    def alone(parts, name):
-        return rms_norm(add_up(parts, x.dtype), params[name], config.norm_eps, config.norm_plus_one)[None]
+    def norm(x, name):
+        return rms_norm(x, params[name], config.norm_eps, config.norm_plus_one)
 
+    normed = norm(x, "input_norm") if normed is None else normed
     with jax.named_scope("attention"):
         inputs = (normed, params["attention"], config, config.windows[layer], angles, attend, cache)
         if config.mla is None:
-            parts, cache = attention_in_parts(*inputs)
+            parts, cache = attention(*inputs)
         else:
             y, cache = latent_attention(*inputs)
             parts = y[None]
@@ -223,16 +199,18 @@ def layer_in_parts(
             x = jnp.take_along_axis(x, rows[..., None], 1)
             parts = jnp.take_along_axis(parts, rows[None, ..., None], 2)
         if config.sandwich_norms:
-            parts = alone(parts, "post_attention_norm")
+            parts = norm(add_up(parts, x.dtype), "post_attention_norm")[None]
     with jax.named_scope("mlp"):
-        adapted = "lora" in params["attention"]["out"]
-        x, normed = add_and_norm(x, parts, params["mlp_norm"], config.norm_eps, config.norm_plus_one, adapted)
+        x, normed = add_norm(
+            x, parts, params["mlp_norm"]["scale"], eps=config.norm_eps, plus_one=config.norm_plus_one,
+            adapted="lora" in params["attention"]["out"],
+        )  # fmt: skip
         if "moe" in params:
             parts = mixture_of_experts(normed, params["moe"], config)[None]
         else:
-            parts = gated_mlp_in_parts(normed, params["mlp"], config.activation)
+            parts = gated_mlp(normed, params["mlp"], config.activation, adder="norm")
         if config.sandwich_norms:
-            parts = alone(parts, "post_mlp_norm")
+            parts = norm(add_up(parts, x.dtype), "post_mlp_norm")[None]
     return x, parts, cache
 
 
@@ -295,9 +273,10 @@ def run_layers(
     hidden = rms_norm(x, every[0]["input_norm"], config.norm_eps, config.norm_plus_one)
 
     def apply(x, hidden, layer, norm, angles, cache, kept, index):
-        x, parts, cache = layer_in_parts(x, hidden, layer, config, index, angles, attends[index], cache, kept)
+        x, parts, cache = decoder_layer(x, layer, config, index, angles, attends[index], cache, hidden, kept)
         adapted = "lora" in layer.get("mlp", {}).get("down", {})
-        return *add_and_norm(x, parts, norm, config.norm_eps, config.norm_plus_one, adapted), cache
+        options = {"eps": config.norm_eps, "plus_one": config.norm_plus_one, "adapted": adapted}
+        return *add_norm(x, parts, norm["scale"], **options), cache
 
     if traced_once:
         apply = jax.jit(apply, static_argnums=7)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxspec.config import ModelConfig
-from jaxspec.models.layers import apply_rope, dense, rms_norm
+from jaxspec.models.layers import dense, rms_norm
+from pallas_kernels.layer.api import apply_rope
 
 LATENT_NORM_EPS = 1e-6
 """Both norms on the latents have it, whatever the model's own norms use (the published code passes them no epsilon)."""

@@ -12,7 +12,7 @@ from jaxspec.models import decoder
 from jaxspec.models.attend import PagedAttend
 from jaxspec.trees.tree import num_words
 from pallas_kernels import device
-from pallas_kernels.attention.fused import Implementation
+from pallas_kernels.attention.rows import Library
 
 
 def paged_forward(
@@ -28,7 +28,7 @@ def paged_forward(
     inflight_positions: Int[Array, "B M"] | None = None,
     visible: UInt32[Array, "B T W"] | None = None,
     taps: tuple[int, ...] = (),
-    fresh: Implementation | None = None,
+    fresh: Library | None = None,
     rows: Int[Array, "B R"] | None = None,
 ) -> decoder.Output:
     """Runs T rows whose keys and values go to slots behind the `base` committed ones.
@@ -62,7 +62,7 @@ def paged_forward(
 
 def is_alone(rows: Array) -> bool:
     """Whether [B, T, ...] holds a single row on a GPU, which is better run `beside_nothing`."""
-    return rows.shape[0] * rows.shape[1] == 1 and device.capability() is not None
+    return rows.shape[0] * rows.shape[1] == 1 and device.on_gpu()
 
 
 def beside_nothing(

@@ -157,6 +157,7 @@ def draft_config(
         ),
         taps=taps,
         target_hidden_size=target.hidden_size,
+        num_target_layers=target.num_layers,
         draft_vocab_size=target.vocab_size,
         block_size=block,
         mask_token_id=target.vocab_size - 1 if mask_token is None else mask_token,

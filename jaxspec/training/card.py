@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.benchmarking import accept_report
 from jaxspec.config import ModelConfig
 from jaxspec.conversion import store
 from jaxspec.conversion.mapping import flatten
@@ -82,12 +81,12 @@ def curve_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def card(folder: Path, results: Sequence[Mapping[str, Any]] = (), command: str | None = None) -> str:
+def card(folder: Path, measured: Sequence[str] = (), command: str | None = None) -> str:
     """The Markdown text.
 
     Args:
       folder: a converted folder that `jaxspec.training.output.write_head` wrote.
-      results: rows of accept lengths (`jaxspec.benchmarking.accept_report.read`); those of this very head are shown.
+      measured: lines about accept lengths and speed.
       command: the command that trained it, if its files do not say.
 
     Raises:
@@ -132,8 +131,6 @@ def card(folder: Path, results: Sequence[Mapping[str, Any]] = (), command: str |
     points = [json.loads(line) for line in file.read_text().splitlines() if line] if file.exists() else []
     if points:
         lines += ["", "## Training", "", *curve_table(points)]
-    own = [row for row in results if row["head_id"] == digest(folder)]
-    if own:
-        lines += ["", "## Measured", "", "Tokens a round, and speed over plain decoding where it was timed.", ""]
-        lines += [accept_report.table(own), "", "```bash", *accept_report.commands(own), "```"]
+    if measured:
+        lines += ["", "## Measured", "", "Tokens a round, and speed over plain decoding where it was timed.", "", *measured]
     return "\n".join([*lines, "", f"Digest of configuration and weights: `{digest(folder)}`.", ""])

@@ -27,6 +27,7 @@ from jaxspec.models.layers import rms_norm
 from jaxspec.training.blocks import block_attend, sample_anchors, take
 from jaxspec.training.losses import masked_mean, over_rows_frozen, soft_cross_entropy
 from jaxspec.training.objective import Objective, Option, View
+from pallas_kernels.product.api import add_up
 
 LEARNING_RATE = 2e-3
 CURRICULUM = (2, 4, 6, 8, 12, 16)
@@ -214,7 +215,7 @@ class UnoObjective(Objective):
         inputs = view.features.reshape(B, T, self.target.num_layers, -1)
 
         def run(index, x, entry):
-            return x, decoder.decoder_layer(entry[1], entry[0], self.target, index, angles[index], note, None)[1]
+            return x, decoder.decoder_layer(entry[1], entry[0], self.target, index, angles[index], note, None)[2]
 
         entries = [(layer, inputs[:, :, i]) for i, layer in enumerate(self.layers(view.tree))]
         return over_layers(self.target, run, None, entries)[1]
@@ -248,10 +249,11 @@ class UnoObjective(Objective):
         angles = decoder.layer_angles(self.target, positions.reshape(B, A * M))
 
         def run(index, x, entry):
-            layer = partial(
-                decoder.decoder_layer, config=self.target, layer=index, angles=angles[index], attend=attend, cache=entry[1:]
-            )  # fmt: skip
-            return jax.checkpoint(lambda x, params: (layer(x, params)[0], None), policy=KEPT)(x, entry[0])
+            def layer(x, params):
+                x, parts, _ = decoder.decoder_layer(x, params, self.target, index, angles[index], attend, entry[1:])
+                return x + add_up(parts, x.dtype), None
+
+            return jax.checkpoint(layer, policy=KEPT)(x, entry[0])
 
         x, _ = over_layers(self.target, run, x, list(zip(self.layers(tree), *clean, strict=True)))
         return rms_norm(x, view.tree["final_norm"], self.target.norm_eps, self.target.norm_plus_one)

@@ -14,10 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec.pytree import pytree
-from pallas_kernels.vocabulary import top_k as kernels
 
 WORD = 32
-TOP_K_BLOCK = 64
 
 
 @pytree(static=("max_depth", "is_chain"))
@@ -138,59 +136,6 @@ def chain(
 def root_only(tokens: Int[Array, " B"]) -> DraftTree:
     """Plain decoding: the tree of one node."""
     return chain(tokens[:, None])
-
-
-def top_k(values: Float[Array, "*R V"], k: int) -> tuple[Float[Array, "*R K"], Int[Array, "*R K"]]:
-    """The k largest values and their indices, largest first, ties towards the lower index.
-
-    `lax.top_k` over a vocabulary is slow on a GPU and sorts it for k > 16. Up to 16 are found by kernels, or by argmax and
-    masking, more among the blocks with the k largest maxima, which hold them all.
-    """
-    V = values.shape[-1]
-    if k > 1 and kernels.available() and kernels.serves(values, k):
-        best, where, _ = _top_k_kernels(values, k)
-        return best, where
-    if max(1024, k * TOP_K_BLOCK) >= V:
-        best, where = jax.lax.top_k(values, k)
-        return best, where
-    if k > 16:
-        rows = values.shape[:-1]
-        blocks = jnp.pad(values, [(0, 0)] * len(rows) + [(0, -V % TOP_K_BLOCK)], constant_values=-jnp.inf)
-        blocks = blocks.reshape(*rows, -1, TOP_K_BLOCK)
-        chosen = jnp.sort(jax.lax.top_k(blocks.max(-1), k)[1], -1)  # in the order of the vocabulary, for ties
-        candidates = jnp.take_along_axis(blocks, chosen[..., None], -2).reshape(*rows, -1)
-        best, at = jax.lax.top_k(candidates, k)
-        block = jnp.take_along_axis(chosen, at // TOP_K_BLOCK, -1)
-        return best, (block * TOP_K_BLOCK + at % TOP_K_BLOCK).astype(jnp.int32)
-    index = jnp.arange(V)
-    best, where = [], []
-    for _ in range(k):
-        i = jnp.argmax(values, axis=-1)
-        best.append(jnp.take_along_axis(values, i[..., None], -1)[..., 0])
-        where.append(i)
-        values = jnp.where(index == i[..., None], -jnp.inf, values)
-    return jnp.stack(best, -1), jnp.stack(where, -1).astype(jnp.int32)
-
-
-def _top_k_kernels(
-    values: Float[Array, "*R V"], k: int
-) -> tuple[Float[Array, "*R K"], Int[Array, "*R K"], Float[Array, "*R 1"]]:
-    """`pallas_kernels.vocabulary.top_k` over any leading axes: values, indices and the softmax's divisor."""
-    found = kernels.top_k(values.reshape(-1, values.shape[-1]), k)
-    return tuple(x.reshape(*values.shape[:-1], -1) for x in found)
-
-
-def top_k_probabilities(logits: Float[Array, "*R V"], k: int) -> tuple[Float[Array, "*R K"], Int[Array, "*R K"]]:
-    """Probabilities (softmax) and indices of the k largest logits: `top_k` of the softmax with fewer passes over a vocabulary.
-
-    For k = 1 whoever looks at the index alone pays for one argmax.
-    """
-    if k > 1 and kernels.available() and kernels.serves(logits, k):
-        best, where, mass = _top_k_kernels(logits, k)
-        return jnp.exp(best - best[..., :1]) / mass, where
-    best, where = top_k(logits, k)
-    top = best[..., :1]
-    return jnp.exp(best - top) / jnp.exp(logits - top).sum(-1, keepdims=True), where
 
 
 def select_candidates(

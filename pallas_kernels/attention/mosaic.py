@@ -1,6 +1,6 @@
 """Tree attention for Pallas' Mosaic GPU back end (Hopper, jax 0.11.2 and later): shapes, shared memory and grid of the kernel.
 
-What a program does stands in `mosaic_attention`; a second kernel merges what several splits leave (`merge_splits`).
+What a program does stands in `mosaic_kernel`; a second kernel merges what several splits leave (`merge_splits`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels.attention.inflight import inflight_words, last_slot
 from pallas_kernels.attention.merge_splits import merge_splits
-from pallas_kernels.attention.mosaic_kernel import attention
+from pallas_kernels.attention.mosaic_kernel import Case, attention
 from pallas_kernels.attention.mosaic_merge import WARPGROUP_ROWS
 from pallas_kernels.shaped import Shaped
 from pallas_kernels.tilings import Tiling
@@ -108,12 +108,11 @@ def tree_attention(
         grouped = q.reshape(B, T, K, G, Dk).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, Dk)
         grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, -(T * G) % 8 if T * G > 8 else 0), (0, 0)))
 
-    limits = {"causal": causal, "num_inflight": M, "T": T}
-    kernel = functools.partial(
-        attention, block=block, stages=stages, sharing=sharing, readers=readers, cluster=cluster, splits=splits, G=G,
-        tokens=tokens, scale=scale, window=window, sink=sink, softcap=softcap, direct=direct, in_registers=not interpret,
-        **limits,
+    case = Case(
+        T=T, G=G, num_inflight=M, causal=causal, tokens=tokens, sharing=sharing, interpreted=bool(interpret), scale=scale,
+        window=window, sink=sink, softcap=softcap,
     )  # fmt: skip
+
     f32 = jnp.float32
     if not direct:
         out_shape, lse_type = (B, splits, K, padded, Dv), jax.ShapeDtypeStruct((B, splits, K, padded), f32)
@@ -130,7 +129,7 @@ def tree_attention(
     together_in_cluster = plgpu.ClusterBarrier(collective_axes=("peer",)) if cluster > 1 else None
     rows_type = plgpu.SMEM((WARPGROUP_ROWS,), f32)
     out, lse, *_ = plgpu.kernel(
-        kernel,
+        functools.partial(attention, tiling=tiling, case=case),
         out_type=(jax.ShapeDtypeStruct(out_shape, out_dtype), lse_type, sums_type, tops_type),
         grid=(B, splits, tiles, K),  # heads fastest: the programs that share a page run together
         grid_names=("batch", "split", "tile", "kv_head"),

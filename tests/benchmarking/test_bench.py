@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import jax.numpy as jnp
 import pytest
 
@@ -11,6 +9,7 @@ from jaxspec import bench
 from jaxspec.benchmarking import decode, shapes, shares, suites, sweep
 from jaxspec.benchmarking.bandwidth import Bandwidth, measure_bandwidth
 from jaxspec.benchmarking.parts import PARTS
+from jaxspec.benchmarking.records import read_rows, write_rows
 from jaxspec.benchmarking.rounds import RoundCase, RoundResult
 from jaxspec.config import ConfigError, SpecConfig
 
@@ -24,7 +23,7 @@ def test_a_round_by_parts_as_json(tmp_path, capsys):
         "--rounds", "1", "3", "--repeats", "1", "--bandwidth-bytes", "1048576", "--json", str(path),
     ])  # fmt: skip
     assert status == 0
-    (row,) = json.loads(path.read_text())
+    (row,) = read_rows(path)
     assert set(row) >= KEYS
     assert (row["name"], row["batch"], row["context"]) == ("eagle3 3/1/4", 8, 512)
     assert row["accept_length"] == 3.0
@@ -44,7 +43,7 @@ def test_gpus_share_a_suite(tmp_path, capfd, monkeypatch):
     """Two processes, each with half of the rows; what the file holds is not measured again."""
     path = tmp_path / "round.json"
     held = {"name": "plain", "batch": 8, "context": 8192, "ms": 1.5, "floor_ms": 1.0, "copy_tbps": 4.0, "parts": {}}
-    path.write_text(json.dumps([held]))
+    write_rows(path, [held])
     command = [
         "round", "--suite", "peer", "--rows", "plain", "--target", "tiny", "--context", "512", "--rounds", "1", "3",
         "--repeats", "1", "--bandwidth-bytes", "1048576", "--no-parts", "--resume", "--json", str(path), "--gpus=2",
@@ -57,10 +56,10 @@ def test_gpus_share_a_suite(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(shares.shutil, "which", lambda _: None)
     with pytest.raises(ConfigError, match="may use 0: none"):
         bench.main(command)
-    assert json.loads(path.read_text()) == [held]
+    assert read_rows(path) == [held]
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert bench.main(command) == 0
-    rows = {(row["batch"], row["context"]): row["ms"] for row in json.loads(path.read_text())}
+    rows = {(row["batch"], row["context"]): row["ms"] for row in read_rows(path)}
     assert set(rows) == {(1, 512), (4, 512), (8, 512), (32, 512), (8, 8192)}
     assert rows[8, 8192] == 1.5
     assert list(tmp_path.glob(".*")) == []
@@ -81,7 +80,7 @@ def test_compare_finds_equal_tokens(tmp_path, capsys):
     assert status == 0
     shown = capsys.readouterr().out
     assert "same tokens: 3 of 3 prompts" in shown
-    off, on = json.loads(path.read_text())
+    off, on = read_rows(path)
     assert off["algorithm"] == "NONE"
     assert on["algorithm"] == "NGRAM 4"
     assert off["completion_tokens"] == on["completion_tokens"] == 4 * 8
@@ -108,7 +107,7 @@ def test_prefill_reports_each_length(capsys, tmp_path):
     assert bench.main(["prefill", "--target", "tiny", *options]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     assert [[line[0], line[2]] for line in lines] == [["9", "paged"], ["140", "paged"], ["9", "paged"], ["140", "xla"]]
-    assert [row["attention"] for row in json.loads((tmp_path / "rows.json").read_text())] == ["paged", "paged", "paged", "xla"]
+    assert [row["attention"] for row in read_rows(tmp_path / "rows.json")] == ["paged", "paged", "paged", "xla"]
 
 
 def result(case: RoundCase) -> RoundResult:
@@ -131,16 +130,16 @@ def test_a_suite_goes_on_after_a_failure_and_stops_within_its_budget(tmp_path, m
         clock[0] += 10
         if case.name == "ngram 16":
             raise ValueError("the kernel does not compile")
-        assert len(json.loads(path.read_text())) == len([x for x in said if "ms" in x])
+        assert len(read_rows(path)) == len([x for x in said if "ms" in x])
         return result(case)
 
     monkeypatch.setattr(suites, "measure", measure)
     monkeypatch.setattr(suites.time, "perf_counter", lambda: clock[0])
-    suites.write_json(path, [])
+    write_rows(path, [])
     cases = suites.peer_suite(["plain", "ngram 16", "eagle3 3/1/4"], batches=[1])
     found = suites.run_suite(cases, Shapes(), Bandwidth(4.0, 4.5), budget=35, path=path, log=said.append)
     assert [r.name for r in found] == ["plain", "eagle3 3/1/4"]
-    assert [r["name"] for r in json.loads(path.read_text())] == ["plain", "eagle3 3/1/4"]
+    assert [r["name"] for r in read_rows(path)] == ["plain", "eagle3 3/1/4"]
     assert any("ngram 16" in x and "does not compile" in x for x in said)
     assert "2 of 5 cases were not begun" in said[-1]
 

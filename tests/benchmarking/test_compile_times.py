@@ -69,7 +69,7 @@ def test_a_run(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAXSPEC_COMPILATION_CACHE": "0"}
     done = subprocess.run([*command, "--cases", "round:1", "prefill:16:1"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (result,) = json.loads(out.read_text())
+    (result,) = json.loads(out.read_text())["rows"]
     assert result["cache"] == "empty" and result["device"] == "cpu"
     assert [row["case"] for row in result["rows"]] == ["round:1", "prefill:16:1"]
     for row in result["rows"]:

@@ -174,3 +174,16 @@ def test_missing_and_damaged_files(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConversionError, match="expected a JSON object"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize("kind", sorted({raw_config(n)["model_type"] for n in TARGETS}))
+def test_a_head_that_no_file_speaks_of_is_tied_where_transformers_ties_it(kind):
+    """Most families have a head of their own unless ``tie_word_embeddings`` says otherwise; Gemma's is the embedding."""
+    transformers = pytest.importorskip("transformers")
+    raw = next(raw_config(n) for n in TARGETS if raw_config(n)["model_type"] == kind)
+    default = transformers.AutoConfig.for_model(kind).tie_word_embeddings
+    for silent in (..., None):
+        keys = changed(next(n for n in TARGETS if raw_config(n) == raw), tie_word_embeddings=silent)
+        assert parse_config(keys).tie_embeddings is default
+    for said in (True, False):
+        assert parse_config(raw | {"tie_word_embeddings": said}).tie_embeddings is said

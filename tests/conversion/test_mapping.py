@@ -120,13 +120,13 @@ def test_every_transform_is_inverted_by_its_split(heads, groups, dim, which):
 
 
 def test_fused_projection_is_laid_out_per_kv_head():
-    from jaxspec.models.layers import split_qkv
+    from pallas_kernels.layer.api import split_qkv
 
     config = config_of(2, 3, 4)
     rng = np.random.default_rng(0)
     weights = [rng.normal(size=(heads * 4, 6)).astype(np.float32) for heads in (6, 2, 2)]
     kernel, x = hf.fuse_qkv(config).join(weights), rng.normal(size=(1, 2, 6)).astype(np.float32)
-    for got, weight in zip(split_qkv(x @ kernel, config), weights, strict=True):
+    for got, weight in zip(split_qkv(x @ kernel, config.num_kv_heads, config.head_dim), weights, strict=True):
         np.testing.assert_allclose(got.reshape(1, 2, -1), x @ weight.T, rtol=1e-5, atol=1e-5)
 
 

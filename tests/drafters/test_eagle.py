@@ -150,6 +150,20 @@ def test_token_maps_are_read_from_files(tmp_path):
         load_token_map(tmp_path / "none.json")
 
 
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("cut.npy", b"\x93NUMPY\x01\x00v\x00{'descr': '<i8', 'fortran"), ("empty.npy", b""), ("text.npy", b"1, 2, 3"),
+        ("cut.json", b"[1, 2"), ("latin.json", b"[\xe9]"), ("deep.json", b"[" * 100_000), ("ragged.json", b"[[1], 2]"),
+        ("names.json", b'{"a": 1}'), ("empty.pt", b""), ("text.pt", b"ids"),
+    ],
+)  # fmt: skip
+def test_a_damaged_token_map_is_named(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+        load_token_map(tmp_path / name)
+
+
 def test_token_maps_are_read_from_torch_files(tmp_path):
     torch = pytest.importorskip("torch")
     torch.save([5, 0, 9], tmp_path / "list.pt")

@@ -61,7 +61,8 @@ def random_table(seed: int) -> RoundState:
         return jnp.asarray(rng.integers(0, 2 if x.dtype == bool else 30, x.shape), x.dtype)
 
     logs = {
-        name: fill(getattr(state, name)) for name in ("tokens", "from_draft", "round_of", "proposed_upto", "done", "stopped")
+        name: fill(getattr(state, name))
+        for name in ("tokens", "from_draft", "round_of", "proposed_upto", "done", "stopped", "broken")
     }
     return dataclasses.replace(state, **logs)
 
@@ -192,7 +193,8 @@ def test_reports_carry_every_token_once():
         heard = device_module.Flight("rounds", packed).result()
         assert (np.asarray(rows.rounds_left) == 4).all()
         for i, news in enumerate(heard.rows):
-            assert (news.length, news.done, news.stopped) == (length[i], bool(rows.done[i]), bool(rows.stopped[i]))
+            flags = (news.done, news.stopped, news.broken)
+            assert (news.length, *flags) == (length[i], bool(rows.done[i]), bool(rows.stopped[i]), bool(rows.broken[i]))
             assert (news.rounds, news.proposed) == (int(rows.rounds[i]), int(rows.proposed[i]))
             columns = (news.tokens, news.from_draft, news.round_of, news.proposed_upto)
             told[i] += list(zip(*(np.asarray(c).tolist() for c in columns), strict=True))

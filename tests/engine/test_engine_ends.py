@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
+import numpy as np
 import pytest
 
 import jaxspec
@@ -11,7 +13,8 @@ from jaxspec.config import ConfigError
 from jaxspec.engine.handle import EngineStopped, LaunchFailed
 from jaxspec.engine.messages import QueueFull
 from tests import tiny
-from tests.engine.cases import SETTINGS, alone, case_of, texts, told
+from tests.engine.by_hand import with_nan
+from tests.engine.cases import NAMES, SETTINGS, alone, case_of, texts, told
 from tests.engine.running import MAIN, idle, open_engine, slow_launches
 
 pytestmark = pytest.mark.usefixtures("checked_books")
@@ -174,3 +177,56 @@ def test_a_launch_that_raises_fails_the_requests_in_flight_and_no_others(monkeyp
             engine.submit(prompts[0])
         with pytest.raises(EngineStopped, match="stopped"):
             engine.flush_cache()
+
+
+# Activations that are not numbers.
+
+BAD = 3
+"""A token whose embedding is NaN."""
+
+
+def test_a_prompt_or_an_answer_that_becomes_nan_ends_with_an_error():
+    made = case_of("none")
+    tree = made.params.tree
+    embedder = {"embedding": tree["embedder"]["embedding"].at[BAD].set(float("nan"))}
+    head = {"kernel": tree["embedder"]["embedding"].T}  # sound
+    damaged = jaxspec.ModelParams(
+        {"head": head, **tree, "embedder": embedder}, dataclasses.replace(made.params.config, tie_embeddings=False)
+    )
+    [prompt] = [[t for t in text if t != BAD] for text in texts("none", (9,), seed=2)]
+    ask = {"max_new_tokens": 12, "ignore_eos": True, "algorithm": "none"}
+    with pytest.raises(jaxspec.NotANumber, match="request '1' ends after 0 tokens behind a prompt of 2: .*NaN"):
+        jaxspec.generate(damaged, [prompt, [0, BAD]], **ask)
+    with pytest.raises(jaxspec.NotANumber, match="request '0' ends after 1 tokens"):
+        jaxspec.generate(damaged, prompt, logit_bias={BAD: 100.0}, **ask)
+    without = {"logit_bias": {BAD: -100.0}, **ask}
+    assert jaxspec.generate(damaged, prompt, **without).tokens == jaxspec.generate(made.params, prompt, **without).tokens
+
+
+@pytest.mark.parametrize("name", ["ngram", *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES if n != "ngram")])
+def test_nan_ends_the_request_that_has_it_and_no_other(name, checked_books, monkeypatch):
+    ask = {"max_new_tokens": 24, "ignore_eos": True}
+    with open_engine(name, max_running_requests=3) as engine:
+        device, scheduler, sick = engine._core.device, engine._core.scheduler, set()
+        launch = device.launch
+
+        def infected(what):
+            for row in scheduler.rows:
+                if row is not None and row.job.request.rid in sick and row.known >= row.fill:
+                    device.memory.pools = with_nan(device.memory.pools, np.array(row.pages[:1]))
+                    sick.discard(row.job.request.rid)
+            return launch(what)
+
+        monkeypatch.setattr(device, "launch", infected)
+        for turn in range(3):  # an engine that has lost a launch twice would stop
+            prompts = texts(name, (9, 14, 5), seed=10 + turn)
+            handles = []
+            for i, prompt in enumerate(prompts):
+                handles.append(engine.submit(prompt, **ask))
+                sick |= {handles[-1].key} if i == 1 else set()
+            with pytest.raises(jaxspec.NotANumber, match=r"ends after \d+ tokens behind a prompt of 14: .*NaN"):
+                handles.pop(1).result(60)
+            del prompts[1]
+            for prompt, handle in zip(prompts, handles, strict=True):
+                assert handle.result(60).tokens == alone(name, prompt, **ask).tokens
+        assert not sick and idle(engine)

@@ -14,7 +14,8 @@ from jaxspec.drafters.uno.config import UnoConfig
 from jaxspec.models import decoder
 from jaxspec.params import DraftParams, ModelParams
 from jaxspec.round import context
-from pallas_kernels.lora import gated as gated_lora
+from pallas_kernels.layer import triton_gated_rope_write
+from pallas_kernels.lora import api as lora
 
 CONFIG = dataclasses.replace(
     shapes.MODELS["llama-3.1-8b"],
@@ -51,7 +52,8 @@ def test_a_draft_pass(rank, batch, rows, monkeypatch):
     found, without = run(draft.tree), run(jax.tree.map(jnp.zeros_like, draft.tree))
     np.testing.assert_array_equal(found[0][:, 0], without[0][:, 0])  # the exact token's row
     assert np.abs(np.asarray(found[0] - without[0])[:, 1:]).max() > 0.5
-    monkeypatch.setattr(gated_lora, "available", lambda: False)
+    monkeypatch.setattr(lora, "_by_kernel", lambda *case: False)
+    monkeypatch.setattr(triton_gated_rope_write, "serves", lambda *case: False)
     jax.clear_caches()
     wanted = run(draft.tree)
     jax.clear_caches()

@@ -1,19 +1,20 @@
-"""The small kernels of a layer, compiled, against what XLA makes of the same formulas."""
+"""The small kernels of a layer, compiled, against what XLA makes of the references."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models import layers
-from jaxspec.models.layers import apply_rope
-from pallas_kernels import kv_write
-from pallas_kernels.cache.kv_commit import kv_write_layers
-from pallas_kernels.layer.gated_rope_write import gated_rope_write
-from pallas_kernels.layer.rope_write import rope_write
-from pallas_kernels.lora.gated import gated_lora
-from pallas_kernels.lora.shrink import lora_shrink, serves
-from pallas_kernels.vocabulary.top_k import top_k
+from pallas_kernels.cache import reference as cache_reference
+from pallas_kernels.cache import triton as cache_triton
+from pallas_kernels.layer import reference
+from pallas_kernels.layer.triton_gated_rope_write import gated_rope_write
+from pallas_kernels.layer.triton_rope_write import rope_write
+from pallas_kernels.lora.api import product_and_hidden
+from pallas_kernels.lora.triton_gated import gated_lora
+from pallas_kernels.lora.triton_shrink import lora_shrink, serves
+from pallas_kernels.product.api import product_in_parts
+from pallas_kernels.vocabulary.triton import top_k
 from tests.kernels.test_gated_rope_write import case as gated_case
 from tests.kernels.test_rope_write import arguments
 
@@ -21,17 +22,15 @@ from tests.kernels.test_rope_write import arguments
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("shape", [(1, 2, 8, 4, 128), (8, 16, 8, 4, 128), (2, 5, 3, 3, 64), (1, 600, 8, 4, 64)])
 def test_rope_write(shape, by_head):
-    B, T, K, G, D = shape
+    B, T = shape[:2]
     heads, cos, sin, k_pages, v_pages, page, slot = arguments(*shape, jnp.float32, jnp.bfloat16)
     page = page.at[0, 0].set(k_pages.shape[0])  # an entry that belongs to no page
     parts = jnp.stack([heads / 4, heads / 2, heads / 4])
     run = jax.jit(lambda *a: rope_write(*a, dtype=jnp.bfloat16, by_head=by_head))
     q, k, v = run(parts, cos, sin, k_pages, v_pages, page, slot)
-    heads = heads.astype(jnp.bfloat16)
-    expected = apply_rope(heads[..., :G, :].reshape(B, T, K * G, D), (cos, sin))
-    keys = apply_rope(heads[..., G, :], (cos, sin))
-    pools = kv_write(k_pages, v_pages, page, slot, keys, heads[..., G + 1, :])
-    for found, wanted in zip((q, k, v), (expected, *pools), strict=True):
+    heads = heads.astype(jnp.bfloat16).reshape(1, B, T, -1)
+    expected = reference.rope_write(heads, cos, sin, k_pages, v_pages, page, slot, dtype=jnp.bfloat16)
+    for found, wanted in zip((q, k, v), expected, strict=True):
         np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), rtol=2e-2, atol=2e-2)
 
 
@@ -100,7 +99,7 @@ def test_a_product_with_its_adapter(case, rows):
 
     @jax.jit
     def joined(x, w, a, b, gate):
-        both = layers.product_and_hidden(x, {"kernel": w}, {"a": a})[None]
+        both = product_and_hidden(x, w, a)[None]
         return both.astype(jnp.float32).sum(0), gated_lora(both, None, b, gate, scale=2.0, blocks=blocks, silu=silu)
 
     def run(x, b, gate):
@@ -149,8 +148,8 @@ def test_a_write_to_several_pools(B, T):
     page = jax.random.permutation(keys[10], jnp.arange(39))[: B * T].reshape(B, T).at[0, 0].set(99)
     entries = jax.random.normal(keys[11], (B, T, 10, 8, 128)).astype(jnp.bfloat16)
     slot = jnp.broadcast_to(jnp.arange(T) % 16, (B, T))
-    found = jax.jit(lambda p, e: kv_write_layers(p, (page, slot), e, kernel=True))(pools, entries)
-    wanted = kv_write_layers(pools, (page, slot), entries, kernel=False)
+    found = jax.jit(lambda p, e: cache_triton.kv_write_layers(p, (page, slot), e))(pools, entries)
+    wanted = cache_reference.kv_write_layers(pools, (page, slot), entries)
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
@@ -159,7 +158,7 @@ def test_a_write_to_several_pools(B, T):
 def test_a_product_in_parts_adds_up(shape):
     x = jax.random.normal(jax.random.key(0), (1, 4, shape[0])).astype(jnp.bfloat16)
     w = (jax.random.normal(jax.random.key(1), shape) / shape[0] ** 0.5).astype(jnp.bfloat16)
-    parts = jax.jit(lambda x, w: layers.dense_in_parts(x, {"kernel": w}))(x, w)
+    parts = jax.jit(product_in_parts)(x, w)
     assert parts.shape[0] > 1
     with jax.default_matmul_precision("highest"):
         wanted = x.astype(jnp.float32) @ w.astype(jnp.float32)

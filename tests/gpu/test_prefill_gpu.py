@@ -14,7 +14,7 @@ from jaxspec.engine.device import Device
 from jaxspec.kvcache import init_layers
 from jaxspec.models import decoder, paged
 from jaxspec.params import ModelParams
-from pallas_kernels.attention import fused as fused_attention
+from pallas_kernels.attention import cudnn
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=256, hidden_size=512, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=128, ffn_size=512,
@@ -26,7 +26,7 @@ CONFIG = ModelConfig(
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("windowed", [False, True])
 def test_cudnn_works_here(head_dim, dtype, windowed):
-    assert fused_attention.prefill_works(jnp.dtype(dtype), head_dim, windowed)
+    assert cudnn.prefill_works(jnp.dtype(dtype), head_dim, windowed)
 
 
 @pytest.mark.parametrize("window", [None, 200])

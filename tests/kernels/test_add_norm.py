@@ -1,13 +1,13 @@
-"""A residual sum with the norm behind it as one kernel, against the two of `jaxspec.models.layers`."""
+"""A residual sum with the norm behind it as one kernel, against the reference."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models import layers
 from pallas_kernels import device
-from pallas_kernels.layer import add_norm
+from pallas_kernels.layer import api, reference
+from pallas_kernels.layer import triton_add_norm as kernels
 from tests.kernels.attention_cases import pretend_h200
 
 
@@ -29,9 +29,9 @@ def operands(shape, parts, dtype, of_parts):
 )
 def test_the_kernel_adds_and_norms(shape, parts, dtype, of_parts, plus_one):
     x, p, scale = operands(shape, parts, dtype, of_parts)
-    assert add_norm.serves(x, p)
-    total, normed = add_norm.add_norm(x, p, scale, eps=1e-5, plus_one=plus_one, interpret=True)
-    wanted = layers.add_and_norm(x, p, {"scale": scale}, 1e-5, plus_one)
+    assert kernels.serves(x, p)
+    total, normed = kernels.add_norm(x, p, scale, eps=1e-5, plus_one=plus_one, interpret=True)
+    wanted = reference.add_norm(x, p, scale, eps=1e-5, plus_one=plus_one)
     assert total.shape == normed.shape == shape and total.dtype == normed.dtype == dtype
     np.testing.assert_array_equal(total, wanted[0])
     rounding = 1e-6 if dtype == jnp.float32 else 1e-2
@@ -40,31 +40,31 @@ def test_the_kernel_adds_and_norms(shape, parts, dtype, of_parts, plus_one):
 
 def test_a_row_does_not_depend_on_the_rows_beside_it():
     x, p, scale = operands((9, 192), 4, jnp.float32, jnp.float32)
-    every = add_norm.add_norm(x, p, scale, eps=1e-6, interpret=True)
-    few = add_norm.add_norm(x[4:6], p[:, 4:6], scale, eps=1e-6, interpret=True)
+    every = kernels.add_norm(x, p, scale, eps=1e-6, interpret=True)
+    few = kernels.add_norm(x[4:6], p[:, 4:6], scale, eps=1e-6, interpret=True)
     for a, b in zip(every, few, strict=True):
         np.testing.assert_array_equal(a[4:6], b)
 
 
 def test_what_is_not_served():
     x, p, _ = operands((32, 64), 1, jnp.float32, jnp.float32)
-    assert add_norm.serves(x, p) and not add_norm.serves(x[:16], p[:, :16])
-    assert not add_norm.serves(jnp.zeros((32, 64), jnp.int32), p)
-    assert not add_norm.serves(jnp.zeros((2000, 64)), p) and not add_norm.serves(x[:0], p)
-    assert not add_norm.serves(jnp.zeros((32, 16384)), p)
+    assert kernels.serves(x, p) and not kernels.serves(x[:16], p[:, :16])
+    assert not kernels.serves(jnp.zeros((32, 64), jnp.int32), p)
+    assert not kernels.serves(jnp.zeros((2000, 64)), p) and not kernels.serves(x[:0], p)
+    assert not kernels.serves(jnp.zeros((32, 16384)), p)
 
 
 def test_layers_use_it_on_a_gpu_and_it_has_derivatives(monkeypatch):
     x, p, scale = operands((3, 7, 64), 2, jnp.float32, jnp.float32)
 
     def run(x, p, scale):
-        total, normed = layers.add_and_norm(x, p, {"scale": scale}, 1e-5)
+        total, normed = api.add_norm(x, p, scale, eps=1e-5)
         return jnp.sum(total * jnp.cos(normed))
 
     wanted = jax.value_and_grad(run, (0, 1, 2))(x, p, scale)
-    calls, kernel = [], add_norm.add_norm
+    calls, kernel = [], kernels.add_norm
     monkeypatch.setattr(device, "capability", lambda: 9.0)
-    monkeypatch.setattr(add_norm, "add_norm", lambda *a, **o: calls.append(o) or kernel(*a, interpret=True, **o))
+    monkeypatch.setattr(kernels, "add_norm", lambda *a, **o: calls.append(o) or kernel(*a, interpret=True, **o))
     np.testing.assert_allclose(run(x, p, scale), wanted[0], rtol=1e-6)
     assert calls == [{"eps": 1e-5, "plus_one": False}]
     for a, b in zip(jax.grad(run, (0, 1, 2))(x, p, scale), wanted[1], strict=True):
@@ -76,6 +76,6 @@ def test_lowers_for_cuda(parts):
     shapes = (2, 4096), (parts, 2, 4096), (4096,)
     avals = [jax.ShapeDtypeStruct(s, t) for s, t in zip(shapes, (jnp.bfloat16, jnp.float32, jnp.bfloat16), strict=True)]
     with pretend_h200():
-        run = jax.jit(lambda *a: add_norm.add_norm(*a, eps=1e-5))
+        run = jax.jit(lambda *a: kernels.add_norm(*a, eps=1e-5))
         text = run.trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__gpu$xla.gpu.triton") == 1

@@ -1,4 +1,4 @@
-"""The adapter's second half as a kernel, against the plain formula."""
+"""The adapter's second half as a kernel, against the reference."""
 
 import warnings
 
@@ -9,7 +9,10 @@ import pytest
 
 from jaxspec.models import layers
 from pallas_kernels import device
-from pallas_kernels.lora import gated as kernels
+from pallas_kernels.lora import reference
+from pallas_kernels.lora import triton_gated as kernels
+from pallas_kernels.product import api as product
+from pallas_kernels.product.reference import gate_values
 from tests.kernels.attention_cases import pretend_h200
 
 
@@ -28,9 +31,8 @@ def test_the_kernel_does_what_the_formula_says(dtype, shape, parts):
     b = jax.random.normal(keys[2], (48, 128)).astype(dtype)
     gate = jax.random.bernoulli(keys[3], 0.6, (*shape, 1)).at[0, 0].set(False)
     found = kernels.gated_lora(y, hidden, b, gate, scale=0.5, interpret=True)
-    own = y.sum(0).astype(dtype)
-    change = hidden.sum(0).astype(dtype).astype(jnp.float32) @ b.astype(jnp.float32)
-    wanted = jnp.where(gate, (own.astype(jnp.float32) + 0.5 * change).astype(dtype), own)
+    own, hidden = y.sum(0).astype(dtype), hidden.sum(0).astype(dtype)
+    wanted = reference.gated_lora(*(a.astype(jnp.float32) for a in (own, hidden, b)), gate, scale=0.5)
     assert found.dtype == dtype
     tolerance = 2e-2 if dtype == jnp.bfloat16 else 1e-5
     np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), rtol=tolerance, atol=tolerance)
@@ -55,10 +57,8 @@ def test_both_products_in_one_array_and_an_activation(dtype, shape, parts, silu)
         return np.asarray(out, np.float32)
 
     total = both.astype(jnp.float32).sum(0).astype(dtype).astype(jnp.float32)
-    own, change = total[..., :256], total[..., 256:] @ b.astype(jnp.float32)
-    wanted = jnp.where(gate, own + 0.5 * change, own).astype(dtype).astype(jnp.float32)
-    if silu:
-        wanted = jax.nn.silu(wanted[..., :128]) * wanted[..., 128:]
+    wanted = reference.gated_lora(total[..., :256], total[..., 256:], b.astype(jnp.float32), gate, scale=0.5)
+    wanted = gate_values(wanted.astype(dtype).astype(jnp.float32)) if silu else wanted.astype(dtype).astype(jnp.float32)
     found, tolerance = run(b, gate), 4e-2 if dtype == jnp.bfloat16 else 1e-5
     np.testing.assert_allclose(found, np.asarray(wanted), rtol=tolerance, atol=tolerance)
     base = run(b, jnp.zeros_like(gate))
@@ -78,7 +78,8 @@ def test_blocks_of_zeros_are_left_out(width):
     gate = jnp.ones((2, 5, 1), bool)
     given = b if width == 32 else b.at[0, 0].set(jnp.nan)  # outside the block of that column: not read
     found = kernels.gated_lora(y, hidden, given, gate, scale=1.0, blocks=blocks, interpret=True)
-    np.testing.assert_allclose(found, y[0] + hidden.sum(0) @ b, rtol=1e-4, atol=1e-4)
+    wanted = reference.gated_lora(y[0], hidden.sum(0), b, gate, scale=1.0)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("blocks", [(1, 0), (-1, -1)])
@@ -91,7 +92,8 @@ def test_blocks_too_small_for_a_product_are_read_whole(blocks):
     gate = jnp.ones((2, 5, 1), bool)
     assert kernels.serves(y[0], b)
     found = kernels.gated_lora(y, hidden, b, gate, scale=1.0, blocks=blocks, interpret=True)
-    np.testing.assert_allclose(found, y[0] + hidden.sum(0) @ b, rtol=1e-4, atol=1e-4)
+    wanted = reference.gated_lora(y[0], hidden.sum(0), b, gate, scale=1.0)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("rank", "count"), [(8, 2), (5, 16), (16, 3), (16, 1)])
@@ -123,7 +125,7 @@ def test_a_product_with_an_adapter_takes_the_kernel(monkeypatch):
     layer = {"kernel": w, "lora": {"a": a, "b": b, "scale": 2.0, "gate": gate}}
     wanted, calls, kernel = layers.dense(x, layer), [], kernels.gated_lora
     monkeypatch.setattr(device, "capability", lambda: 9.0)
-    monkeypatch.setattr(layers, "product_parts", lambda rows, inputs, outputs: 2)
+    monkeypatch.setattr(product, "product_parts", lambda rows, inputs, outputs: 2)
     monkeypatch.setattr(kernels, "gated_lora", lambda *args, **o: calls.append(args) or kernel(*args, interpret=True, **o))
     found = layers.dense(x, layer)
     assert len(calls) == 1 and calls[0][0].shape[0] == calls[0][1].shape[0] == 2

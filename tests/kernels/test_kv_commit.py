@@ -1,11 +1,14 @@
 """The write and the compaction: what they move, and that a donated pool is changed in place."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cache.kv_commit import kv_compact, kv_compact_layers, kv_write, kv_write_layers
+from pallas_kernels.cache import reference, triton
+from pallas_kernels.cache.api import kv_compact, kv_write
 
 
 def pools(rng, P=9, S=4, K=2, Dk=8, Dv=4):
@@ -46,7 +49,8 @@ def test_compaction_of_all_layers(kernel):
     layers = [*pools(rng), *pools(rng, K=3, Dk=6)]
     source = jnp.array([[5, 5, 6], [2, 0, 2]]), jnp.array([[0, 2, 1], [3, 0, 1]])
     target = jnp.array([[5, 5, 5], [2, 0, 99]]), jnp.array([[0, 1, 2], [0, 0, 1]])
-    got = jax.jit(lambda x: kv_compact_layers(x, source, target, kernel=kernel, interpret=kernel))(layers)
+    compact = partial(triton.kv_compact_layers, interpret=True) if kernel else reference.kv_compact_layers
+    got = jax.jit(lambda x: compact(x, source, target))(layers)
     for before, after in zip(layers, got, strict=True):
         want = np.array(before)
         want[5, 1], want[5, 2], want[2, 0] = (np.array(before)[i] for i in ((5, 2), (6, 1), (2, 3)))
@@ -74,7 +78,8 @@ def test_a_write_to_several_pools_touches_its_slots_only(kernel):
     before = [jnp.asarray(rng.standard_normal((9, 4, 2, 24)), jnp.bfloat16) for _ in range(4)]
     page, slot = jnp.array([[3, 3, 7], [1, 0, 99]]), jnp.array([[2, 3, 0], [1, 0, 0]])
     entries = jnp.asarray(rng.standard_normal((2, 3, 4, 2, 24)), jnp.float32)
-    after = kv_write_layers(before, (page, slot), entries, kernel=kernel, interpret=True)
+    write = partial(triton.kv_write_layers, interpret=True) if kernel else reference.kv_write_layers
+    after = write(before, (page, slot), entries)
     for i in range(4):
         want = np.array(before[i])
         for b in range(2):
@@ -82,3 +87,9 @@ def test_a_write_to_several_pools_touches_its_slots_only(kernel):
                 if page[b, t] < want.shape[0]:
                     want[page[b, t], slot[b, t]] = np.asarray(entries[b, t, i].astype(jnp.bfloat16))
         np.testing.assert_array_equal(np.asarray(after[i]), want)
+
+
+def test_what_one_kernel_cannot_write_is_left_to_scatters():
+    pool, entries = jax.ShapeDtypeStruct((9, 4, 2, 8), jnp.bfloat16), jax.ShapeDtypeStruct((2, 64, 128, 2, 8), jnp.float32)
+    assert triton.serves([pool] * 128, entries) and not triton.serves([pool] * 129, entries)
+    assert not triton.serves([pool], jax.ShapeDtypeStruct((2, 65, 1, 2, 8), jnp.float32))

@@ -1,4 +1,4 @@
-"""Rotary embedding and KV write as one kernel, against the two of `jaxspec.models.layers` and `kv_write`."""
+"""Rotary embedding and KV write as one kernel, against the reference."""
 
 import itertools
 
@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models.layers import apply_rope
-from pallas_kernels import kv_write
-from pallas_kernels.layer.rope_write import rope_write, serves
+from pallas_kernels.layer import reference
+from pallas_kernels.layer.triton_rope_write import rope_write, serves
 
 
 def arguments(B, T, K, G, D, dtype, pool_dtype, seed=0):
@@ -35,7 +34,7 @@ CASES = [
     pytest.param(*case, by_head, marks=[pytest.mark.slow] if by_head != by_default else [])
     for case, by_default in zip(CASES, (False, True, True, False), strict=True) for by_head in (False, True)
 ])  # fmt: skip
-def test_the_kernel_does_what_rope_and_write_do(shape, dtype, pool_dtype, by_head):
+def test_the_kernel_does_what_the_reference_does(shape, dtype, pool_dtype, by_head):
     parts = 2 if by_head else 1
     heads, cos, sin, k_pages, v_pages, page, slot = arguments(*shape, dtype, pool_dtype)
     B, T, K, G, D = shape
@@ -47,14 +46,14 @@ def test_the_kernel_does_what_rope_and_write_do(shape, dtype, pool_dtype, by_hea
         in_parts, cos, sin, k_pages, v_pages, page, slot, dtype=dtype, by_head=by_head, interpret=True
     )  # fmt: skip
 
-    expected = apply_rope(heads[..., :G, :].reshape(B, T, K * G, D), (cos, sin))
-    keys = apply_rope(heads[..., G, :], (cos, sin))
-    k_expected, v_expected = kv_write(k_pages, v_pages, page, slot, keys, heads[..., G + 1, :])
+    wanted = reference.rope_write(
+        heads.reshape(1, B, T, -1), cos, sin, k_pages, v_pages, page, slot, dtype=dtype
+    )  # fmt: skip
     tolerance = 1e-2 if dtype == jnp.bfloat16 or pool_dtype == jnp.bfloat16 else 1e-6
-    for found, wanted in ((q, expected), (k, k_expected), (v, v_expected)):
-        assert found.dtype == wanted.dtype and found.shape == wanted.shape
-        found, wanted = (np.asarray(x, np.float32) for x in (found, wanted))
-        np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip((q, k, v), wanted, strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
     untouched = np.ones(k_pages.shape[:2], bool)
     for b, t in itertools.product(range(B), range(T)):
         if page[b, t] < k_pages.shape[0]:

@@ -12,6 +12,7 @@ import pytest
 from jaxspec.models import layers
 from pallas_kernels import device
 from pallas_kernels.product import api as product
+from pallas_kernels.product import reference
 from pallas_kernels.product import table as product_table
 from tests.kernels.attention_cases import pretend_h200
 
@@ -35,7 +36,7 @@ def operands(rows, inputs, outputs, dtype=jnp.bfloat16):
 
 
 def exact(x, w):
-    return np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    return np.asarray(reference.product(x.astype(jnp.float32), w.astype(jnp.float32)))
 
 
 def interpreted():
@@ -83,9 +84,9 @@ def test_gates_and_values_in_one(rows, inputs, outputs, tiling, capfd):
     w, tiling = w / 8, KERNEL.Tiling(*tiling)
     assert tiling.gates(rows, inputs, outputs)
     found = KERNEL.partial_products(x, w, tiling, dtype=x.dtype, gated=True, interpret=interpreted())
-    gate, value = np.split(exact(x, w), 2, axis=1)
+    wanted = reference.gated_product(x.astype(jnp.float32), w.astype(jnp.float32))
     assert found.shape == (1, rows, outputs // 2)
-    np.testing.assert_allclose(np.asarray(found[0], np.float32), gate / (1 + np.exp(-gate)) * value, rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(np.asarray(found[0], np.float32), wanted, rtol=2e-2, atol=2e-2)
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
     few = KERNEL.partial_products(x[:3], w, dataclasses.replace(tiling, cluster=1), dtype=x.dtype, gated=True,
                                   interpret=interpreted())  # fmt: skip
@@ -167,7 +168,7 @@ def test_models_take_the_kernel_where_the_table_has_it(monkeypatch):
         found = layers.dense(x, layer)
         assert found.dtype == x.dtype and found.shape == (2, 3, 128)
         np.testing.assert_allclose(np.asarray(found, np.float32), exact(x, w), rtol=1e-2, atol=0.1)
-        found = layers.dense_in_parts(x, layer)
+        found = layers.dense(x, layer, adder="any")
         assert found.dtype == jnp.float32 and found.shape == (parts, 2, 3, 128)
         np.testing.assert_allclose(np.asarray(found.sum(0)), exact(x, w), rtol=1e-5, atol=1e-4)
     assert calls == [6] * 4
@@ -177,14 +178,13 @@ def test_models_take_the_kernel_where_the_table_has_it(monkeypatch):
 def test_models_gate_in_the_kernel(monkeypatch):
     calls = use_the_kernel(monkeypatch, {(8, 128, 256): (128, 64, 2, 1, 1)})
     x, w = operands(6, 128, 256)
-    mlp = {"gate_up": {"kernel": w / 8}}
-    found = layers.gated(x, mlp, "silu")
-    wanted = layers.gate_values(x @ mlp["gate_up"]["kernel"], "silu")
+    layer = {"kernel": w / 8}
+    found, wanted = layers.gated(x, layer, "silu"), reference.gated_product(x, w / 8)
     assert found.shape == (6, 128) and calls == [6]
     np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (found, wanted)), rtol=3e-2, atol=3e-2)
-    layers.gated(x, mlp, "gelu")
+    layers.gated(x, layer, "gelu")
     assert calls == [6, 6]
-    derivative = jax.grad(lambda x: layers.gated(x, mlp, "silu").astype(jnp.float32).sum())(x)
+    derivative = jax.grad(lambda x: layers.gated(x, layer, "silu").astype(jnp.float32).sum())(x)
     assert derivative.shape == x.shape and bool(jnp.isfinite(derivative.astype(jnp.float32)).all())
 
 
@@ -194,9 +194,9 @@ def test_what_the_table_lacks_is_left_to_xla(monkeypatch):
     x, w = operands(6, 128, 128)
     wider = jnp.concatenate([x, x])
     for rows, weights in ((wider, w), (x, w[:, :64]), (x.astype(jnp.float32), w.astype(jnp.float32)), (x[:0], w)):
-        np.testing.assert_array_equal(product.product(rows, weights), rows @ weights)
+        np.testing.assert_array_equal(product.product(rows, weights), reference.product(rows, weights))
     monkeypatch.setattr(device, "capability", lambda: 8.0)
-    np.testing.assert_array_equal(product.product(x, w), x @ w)
+    np.testing.assert_array_equal(product.product(x, w), reference.product(x, w))
     assert calls == []
 
 
@@ -207,7 +207,7 @@ def test_derivatives_are_those_of_a_product(monkeypatch):
     product.product(x, w)
     assert calls == [6]
     found = jax.grad(lambda x, w: product.product(x, w).astype(jnp.float32).sum(), (0, 1))(x, w)
-    wanted = jax.grad(lambda x, w: (x @ w).astype(jnp.float32).sum(), (0, 1))(x, w)
+    wanted = jax.grad(lambda x, w: reference.product(x, w).astype(jnp.float32).sum(), (0, 1))(x, w)
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-2, atol=1e-2)
 

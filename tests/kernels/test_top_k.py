@@ -1,4 +1,4 @@
-"""The kernels for the largest logits, against a sort."""
+"""The kernels for the largest logits, against a sort and the reference."""
 
 import warnings
 
@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.trees import tree
 from pallas_kernels import device
-from pallas_kernels.vocabulary import top_k as kernels
+from pallas_kernels.vocabulary import api, reference
+from pallas_kernels.vocabulary import triton as kernels
 from tests.kernels.attention_cases import pretend_h200
 
 
@@ -33,15 +33,17 @@ def test_rows_with_less_than_k_candidates():
     np.testing.assert_allclose(mass, [1, 1 + np.exp(-5)], rtol=1e-6)
 
 
-def test_the_tree_takes_them_where_they_run(monkeypatch):
+def test_they_are_taken_where_they_run(monkeypatch):
     logits = jax.random.normal(jax.random.key(0), (2, 3, 4096)) * 3
-    wanted, calls, run = tree.top_k_probabilities(logits, 4), [], kernels.top_k
-    alone = tree.top_k(logits, 4)
+    calls, run = [], kernels.top_k
     monkeypatch.setattr(device, "capability", lambda: 9.0)
     monkeypatch.setattr(kernels, "top_k", lambda *args: calls.append(args) or run(*args, interpret=True))
-    for found, expected in ((tree.top_k_probabilities(logits, 4), wanted), (tree.top_k(logits, 4), alone)):
+    for ours, theirs in ((api.top_k_probabilities, reference.top_k_probabilities), (api.top_k, reference.top_k)):
+        found, expected = ours(logits, 4), theirs(logits, 4)
         np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
         np.testing.assert_array_equal(found[1], expected[1])
+    assert len(calls) == 2
+    api.top_k(logits.astype(jnp.bfloat16), 4)
     assert len(calls) == 2
 
 

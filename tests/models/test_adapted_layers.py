@@ -7,7 +7,8 @@ import pytest
 
 from jaxspec.models import layers
 from pallas_kernels import device
-from pallas_kernels.lora import gated as kernels
+from pallas_kernels.lora import api
+from pallas_kernels.lora import triton_gated as kernels
 
 
 def operands(shape, outputs, rank, blocks=None):
@@ -23,15 +24,13 @@ def operands(shape, outputs, rank, blocks=None):
 def test_where_both_are_one_product(monkeypatch):
     x, w, a, _ = operands((1, 8, 256), 192, 64)
 
-    def both(x=x, w=w, a=a, **more):
-        return layers.product_and_hidden(x, {"kernel": w, **more}, {"a": a})
+    def both(x=x, w=w, a=a):
+        return api.product_and_hidden(x, w, a)
 
     assert both() is None  # no GPU
     monkeypatch.setattr(device, "capability", lambda: 8.0)
     wanted = np.asarray(x, np.float64)[0] @ np.concatenate([np.asarray(w, np.float64), np.asarray(a, np.float64)], 1)
     np.testing.assert_allclose(np.asarray(both(), np.float32)[0], wanted, rtol=2e-2, atol=2e-2)
-    assert both(lora={}) is not None and both(bias=jnp.zeros(192)) is None
-    assert both(w={"q": w, "scale": jnp.ones(192)}) is None
     assert both(jnp.concatenate([x] * 8, 1)) is not None and both(jnp.concatenate([x] * 9, 1)) is None  # 64 and 72 rows
     assert both(x[:, :1]) is None  # XLA multiplies a single row element by element
     assert both(a=a[:, :32]) is None and both(w=w[:, :96]) is None  # XLA would copy them
@@ -43,8 +42,9 @@ def test_layers_with_an_adapter_take_it(shape, monkeypatch):
     blocks = np.repeat([0, 1], 128)
     x, w, a, b = operands(shape, 256, 128, blocks)
     gate = jnp.broadcast_to(jnp.arange(shape[1])[None, :, None] > 0, (*shape[:2], 1))
-    mlp = {"gate_up": {"kernel": w, "lora": dict(a=a, b=b, scale=2.0, gate=gate, blocks=blocks)}}
-    wanted, plain = layers.gated(x, mlp, "silu"), layers.dense(x, mlp["gate_up"])
+    layer = {"kernel": w, "lora": dict(a=a, b=b, scale=2.0, gate=gate, blocks=blocks)}
+    biased = {**layer, "bias": jnp.arange(256.0).astype(jnp.bfloat16) / 64}
+    wanted = [layers.gated(x, layer, "silu"), *(layers.dense(x, each) for each in (layer, biased))]
     calls, gated = [], kernels.gated_lora
     monkeypatch.setattr(device, "capability", lambda: 9.0)
 
@@ -53,6 +53,9 @@ def test_layers_with_an_adapter_take_it(shape, monkeypatch):
         return gated(y, hidden, *args, **options | {"interpret": True})
 
     monkeypatch.setattr(kernels, "gated_lora", run)
-    for found, expected in ((layers.gated(x, mlp, "silu"), wanted), (layers.dense(x, mlp["gate_up"]), plain)):
-        np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(expected, np.float32), rtol=3e-2, atol=3e-2)
+    every = [layers.gated(x, layer, "silu"), layers.dense(x, layer)]
     assert calls == [((1, *shape[:2], 256 + 128), None)] * 2
+    every.append(layers.dense(x, biased))  # two products, the bias in one of them
+    assert calls[2][0] == (1, *shape[:2], 256) and calls[2][1] is not None
+    for found, expected in zip(every, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(expected, np.float32), rtol=3e-2, atol=3e-2)

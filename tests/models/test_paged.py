@@ -10,10 +10,12 @@ import pytest
 
 from jaxspec.config import ModelConfig
 from jaxspec.kvcache import find_slots, init_layers
-from jaxspec.models import attend, decoder, layers, paged
+from jaxspec.models import attend, decoder, paged
 from jaxspec.trees.tree import pack_bits
 from pallas_kernels import device, tree_attention
-from pallas_kernels.layer import add_norm, rope_write
+from pallas_kernels.layer import triton_add_norm, triton_rope_write
+from pallas_kernels.product import api as product
+from pallas_kernels.tilings import product_parts
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=48,
@@ -56,11 +58,11 @@ def on_a_gpu(monkeypatch):
     calls = []
 
     def switch():
-        kernel, sums = rope_write.rope_write, add_norm.add_norm
+        kernel, sums = triton_rope_write.rope_write, triton_add_norm.add_norm
         monkeypatch.setattr(device, "capability", lambda: 9.0)
         monkeypatch.setattr(attend, "tree_attention", lambda *a, **o: tree_attention(*a, backend="reference", **o))
-        monkeypatch.setattr(rope_write, "rope_write", lambda *a, **o: calls.append(o) or kernel(*a, interpret=True, **o))
-        monkeypatch.setattr(add_norm, "add_norm", lambda *a, **o: sums(*a, interpret=True, **o))
+        monkeypatch.setattr(triton_rope_write, "rope_write", lambda *a, **o: calls.append(o) or kernel(*a, interpret=True, **o))
+        monkeypatch.setattr(triton_add_norm, "add_norm", lambda *a, **o: sums(*a, interpret=True, **o))
         return calls
 
     return switch
@@ -88,7 +90,7 @@ def test_a_row_beside_nothing_is_the_row_alone(on_a_gpu, visible):
 def test_rope_and_write_in_one_kernel_change_nothing(on_a_gpu, monkeypatch, parts):
     apart = run(batch=2, T=3)
     calls = on_a_gpu()
-    monkeypatch.setattr(layers, "product_parts", lambda rows, inputs, outputs: parts)
+    monkeypatch.setattr(product, "product_parts", lambda rows, inputs, outputs: parts)
     together = run(batch=2, T=3)
     assert len(calls) == 2  # prompt and rows: both layers are traced once
     kept = np.array([[True, True, False], [True] * 3])
@@ -99,11 +101,11 @@ def test_rope_and_write_in_one_kernel_change_nothing(on_a_gpu, monkeypatch, part
 
 
 def test_a_product_is_cut_where_its_columns_are_few():
-    assert layers.product_parts(4, 4096, 6144) == 4
-    assert layers.product_parts(4, 2048, 3072) == 8
-    assert layers.product_parts(1, 4096, 28672) == 1
-    assert layers.product_parts(64, 4096, 6144) == 1
-    assert layers.product_parts(4, 100, 64) == 1
+    assert product_parts(4, 4096, 6144) == 4
+    assert product_parts(4, 2048, 3072) == 8
+    assert product_parts(1, 4096, 28672) == 1
+    assert product_parts(64, 4096, 6144) == 1
+    assert product_parts(4, 100, 64) == 1
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -166,8 +168,8 @@ def test_only_the_wanted_rows_leave_the_last_layer():
 @pytest.mark.parametrize(("windows", "traces"), [((None, None), 1), ((4, None), 2)])
 def test_a_layer_is_traced_once_for_all_of_its_kind(monkeypatch, windows, traces):
     params, prompts = inputs()
-    config, calls, original = dataclasses.replace(CONFIG, windows=windows), [], decoder.layer_in_parts
-    monkeypatch.setattr(decoder, "layer_in_parts", lambda *args: calls.append(args[4]) or original(*args))
+    config, calls, original = dataclasses.replace(CONFIG, windows=windows), [], decoder.decoder_layer
+    monkeypatch.setattr(decoder, "decoder_layer", lambda *args: calls.append(args[3]) or original(*args))
     at, pools = jnp.broadcast_to(jnp.arange(7), (2, 7)), init_layers(2, 5, 4, 2, 32, 32, jnp.float32)
     forward = functools.partial(
         paged.paged_forward, config=config, x=decoder.embed(params, config, prompts), layers=pools,

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.training import attention, blocks
-from pallas_kernels.attention import fused as fused_attention
+from jaxspec.training import attention
+from pallas_kernels.attention import cudnn, rows_reference
 
 
 def rows(head_size: int):
@@ -21,7 +21,7 @@ def rows(head_size: int):
 def test_only_what_cudnn_takes_goes_there(monkeypatch, head_size, fused, window):
     """XLA's own attention stands in for cuDNN's; both take the same arguments."""
     asked, calls, plain = [], [], jax.nn.dot_product_attention
-    monkeypatch.setattr(attention, "fused_attention_works", lambda windowed: asked.append(windowed) or True)
+    monkeypatch.setattr(cudnn, "training_works", lambda windowed: asked.append(windowed) or True)
 
     def fake(*args, implementation, **options):
         calls.append(implementation)
@@ -31,17 +31,18 @@ def test_only_what_cudnn_takes_goes_there(monkeypatch, head_size, fused, window)
     options = {"scale": 0.3, "window": window, "softcap": None}
     found, _ = attention.row_attend(None, *rows(head_size), **options)
     assert calls == ["cudnn"] * fused and asked == [window is not None] * fused
-    wanted, _ = attention.unrolled_attend((), *rows(head_size), **options)
+    q, *entries = rows(head_size)
+    wanted = rows_reference.unrolled(q, [entries], **options)
     np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize(
     ("works", "what"),
     [
-        (partial(attention.fused_attention_works.__wrapped__, windowed=False), "cuDNN's attention"),
-        (partial(attention.fused_attention_works.__wrapped__, windowed=True), "cuDNN's sliding-window attention"),
-        (blocks.fused_blocks_work.__wrapped__, "cuDNN's masked attention"),
-        (partial(fused_attention.prefill_works.__wrapped__, jnp.dtype("float16"), 8, True), "cuDNN's sliding-window attention"),
+        (partial(cudnn.training_works.__wrapped__, windowed=False), "cuDNN's attention"),
+        (partial(cudnn.training_works.__wrapped__, windowed=True), "cuDNN's sliding-window attention"),
+        (cudnn.fused_blocks_work.__wrapped__, "cuDNN's masked attention"),
+        (partial(cudnn.prefill_works.__wrapped__, jnp.dtype("float16"), 8, True), "cuDNN's sliding-window attention"),
     ],
 )
 def test_a_gpu_without_a_working_cudnn_is_told_why(monkeypatch, works, what):
@@ -56,8 +57,7 @@ def test_a_gpu_without_a_working_cudnn_is_told_why(monkeypatch, works, what):
 
 def test_a_cpu_is_not_asked(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    monkeypatch.setattr(fused_attention, "apart", None)  # nothing is tried out
-    monkeypatch.setattr(blocks, "apart", None)
-    assert attention.fused_attention_works.__wrapped__(windowed=False) is False
-    assert fused_attention.prefill_works.__wrapped__(jnp.dtype("bfloat16"), 64, windowed=False) is False
-    assert blocks.fused_blocks_work.__wrapped__() is False
+    monkeypatch.setattr(cudnn, "apart", None)  # nothing is tried out
+    assert cudnn.training_works.__wrapped__(windowed=False) is False
+    assert cudnn.prefill_works.__wrapped__(jnp.dtype("bfloat16"), 64, windowed=False) is False
+    assert cudnn.fused_blocks_work.__wrapped__() is False

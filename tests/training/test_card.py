@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxspec.benchmarking.records import write_rows
 from jaxspec.conversion import ConversionError, store
 from jaxspec.training import card
 from tests.drafters.eagle_cases import random_head
@@ -50,7 +51,7 @@ def result(head_id, accept_length):
 
 def test_the_card_says_what_the_files_say(folder, tmp_path):
     results = tmp_path / "results.json"
-    results.write_text(json.dumps([result(card.digest(folder), 2.345), result("another", 9.87)]))
+    write_rows(results, [result(card.digest(folder), 2.345), result("another", 9.87)])
     run = script().main
     arguments = [str(folder), "--results", str(results), "--command", "python -m jaxspec.train eagle3"]
     assert run([*arguments, "--check"]) == 1 and not (folder / "README.md").exists()

@@ -12,8 +12,9 @@ from jaxspec import ConfigError, SpecConfig, generate
 from jaxspec.config import MoEConfig
 from jaxspec.drafters.dflash import model as dflash_model
 from jaxspec.training import block_draft, dflash, dspark
-from jaxspec.training.blocks import TRIAL_SCALE, agrees, block_attend, blocks, fused_blocks, sample_anchors
-from pallas_kernels.attention.fused import apart
+from jaxspec.training.blocks import block_attend, sample_anchors
+from pallas_kernels.attention.cudnn import TRIAL_SCALE, agrees, apart, fused_blocks
+from pallas_kernels.attention.rows_reference import blocks
 from tests import tiny
 from tests.training.block_cases import (
     block_outputs,

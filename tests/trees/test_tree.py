@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
-from jaxspec.models.layers import gate_values
+from jaxspec.models.layers import gated as activated
 from jaxspec.trees.tree import (
     candidate_parents,
     chain,
@@ -17,10 +17,9 @@ from jaxspec.trees.tree import (
     pack_bits,
     root_only,
     select_candidates,
-    top_k,
-    top_k_probabilities,
     unpack_bits,
 )
+from pallas_kernels.vocabulary.api import top_k, top_k_probabilities
 
 NODES, DEPTH = 8, 4
 build = jax.jit(partial(from_parents, max_depth=DEPTH))
@@ -238,7 +237,7 @@ def test_nan_scores_give_a_sound_tree():
     "call",
     [
         lambda: chain(jnp.zeros((2, 3, 4), jnp.int32)),
-        lambda: gate_values(jnp.zeros((2, 3), jnp.int32), "silu"),
+        lambda: activated(jnp.zeros((2, 3), jnp.int32), {}, "silu"),
         lambda: product(jnp.zeros((2, 3)), jnp.zeros((4, 5))),
     ],
     ids=["trees", "models", "kernels"],

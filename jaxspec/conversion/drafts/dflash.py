@@ -167,6 +167,7 @@ def read_variant(raw: dict, info: Mapping[str, TensorInfo], names: Names, target
     dspark = heads_found["markov"] is not None or any("DSpark" in str(a) for a in raw.get("architectures") or ())
     anchor = bool(get(options, "sample_from_anchor", dspark or raw.get("speculators_model_type") == "dspark"))
     taps, width = read_taps(raw, options, layout, columns, hidden, count, target)
+    made_for = raw.get("num_target_layers") if target is None else target.num_layers
     head = info.get("lm_head.weight")
     draft_vocab = int(get(raw, "draft_vocab_size", vocab if head is None else head.shape[0]))
     if head is not None and head.shape[0] != draft_vocab:
@@ -191,6 +192,7 @@ def read_variant(raw: dict, info: Mapping[str, TensorInfo], names: Names, target
         embedding_scale=float(get(options, "input_embedding_scale", 1.0)),
         output_multiplier=float(get(options, "output_multiplier", 1.0)),
         logit_softcap=options.get("final_logit_softcapping"),
+        num_target_layers=None if made_for is None else int(made_for),
         layout=layout,
         **heads_found,
     )

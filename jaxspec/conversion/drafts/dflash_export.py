@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from jaxspec.conversion.drafts.dflash import Names, rules_of
@@ -53,6 +54,17 @@ def variant_keys(config: DFlashConfig) -> dict[str, Any]:
         if config.confidence is not None:
             keys["confidence_head_with_markov"] = config.confidence == "markov"
     return keys
+
+
+def target_keys(config: DFlashConfig) -> dict[str, Any]:
+    """``num_target_layers``, against which SGLang checks the taps."""
+    if config.num_target_layers is None:
+        warnings.warn(
+            "config.json will lack num_target_layers, without which SGLang refuses the draft: this draft was converted before "
+            "jaxspec kept it; convert its own files again, with the target", stacklevel=2
+        )  # fmt: skip
+        return {}
+    return {"num_target_layers": config.num_target_layers}
 
 
 def architecture_of(config: DFlashConfig) -> str:
@@ -117,9 +129,9 @@ def export_dflash(config: DFlashConfig, shape_keys: dict[str, Any]) -> tuple[lis
     elif config.layout == "zlab":
         nested = {k: v for k, v in own.items() if k not in ("block_size", "is_causal")}
         top = {k: v for k, v in own.items() if k in ("block_size", "is_causal")}
-        keys = shape | named | top | {"dflash_config": nested | {"target_layer_ids": taps}}
+        keys = shape | named | top | target_keys(config) | {"dflash_config": nested | {"target_layer_ids": taps}}
     else:
-        keys = shape | named | own | {"target_layer_ids": taps}
+        keys = shape | named | own | target_keys(config) | {"target_layer_ids": taps}
         if config.layout == "transformers":
             keys["model_type"] = "muse_glimmer_assistant"
     if config.layout != "speculators" and config.reduced_vocab:

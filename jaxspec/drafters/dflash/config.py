@@ -63,6 +63,7 @@ class DFlashConfig:
       markov_rank, markov: DSpark's correction by the token before: its rank (0 for none) and kind ("vanilla", "gated", "rnn").
       confidence: what DSpark's acceptance estimate reads: "hidden", "markov" (hidden and the embedding of the token before),
         or None.
+      num_target_layers: layers of the target that it was made for, which the published loaders want to read; None: unknown.
       layout: naming of the checkpoint, for the way back: "zlab", "deepspec", "speculators", "transformers".
     """
 
@@ -88,6 +89,7 @@ class DFlashConfig:
     markov_rank: int = 0
     markov: str | None = None
     confidence: str | None = None
+    num_target_layers: int | None = dataclasses.field(default=None, compare=False)
     layout: str = "zlab"
 
     def __post_init__(self):

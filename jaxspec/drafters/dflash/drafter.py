@@ -23,7 +23,8 @@ from jaxspec.models.attend import PagedAttend
 from jaxspec.sampling import DRAFT, tagged
 from jaxspec.trees.block_tree import best_first
 from jaxspec.trees.sampled_chain import draw
-from jaxspec.trees.tree import DraftTree, chain, grow, pack_bits, top_k, top_k_probabilities
+from jaxspec.trees.tree import DraftTree, chain, grow, pack_bits
+from pallas_kernels.vocabulary.api import top_k, top_k_probabilities
 
 
 class DFlashState(NamedTuple):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.drafters.dflash.config import DFlashConfig
 from jaxspec.models.layers import dense
-from jaxspec.trees.tree import top_k
+from pallas_kernels.vocabulary.api import top_k
 
 
 class Step(NamedTuple):

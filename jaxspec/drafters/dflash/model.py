@@ -18,7 +18,9 @@ from jaxspec.config import ModelConfig
 from jaxspec.drafters.dflash.config import DFlashConfig
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Attend
-from jaxspec.models.layers import apply_rope, dense, gated_mlp, rms_norm
+from jaxspec.models.layers import dense, gated_mlp, rms_norm
+from pallas_kernels.layer.api import apply_rope
+from pallas_kernels.product.api import add_up
 
 
 def param_shapes(config: DFlashConfig) -> dict:
@@ -177,10 +179,12 @@ def convolved_layer(
         y, extra = function(convolve(z, before))
         return convolve(y, after), extra
 
+    def attention(z):
+        parts, updated = decoder.attention(z, p["attention"], c, window, angles, attend, cache)
+        return add_up(parts, z.dtype), updated
+
     with jax.named_scope("attention"):
-        y, cache = sublayer(
-            "attention", "input_norm", lambda z: decoder.attention_block(z, p["attention"], c, window, angles, attend, cache)
-        )
+        y, cache = sublayer("attention", "input_norm", attention)
         x = x + y
     with jax.named_scope("mlp"):
         y, _ = sublayer("mlp", "mlp_norm", lambda z: (gated_mlp(z, p["mlp"], c.activation), None))

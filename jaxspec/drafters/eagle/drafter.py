@@ -23,7 +23,8 @@ from jaxspec.models.attend import PagedAttend
 from jaxspec.models.paged import beside_nothing, is_alone
 from jaxspec.trees.sampled_chain import sampled_chain
 from jaxspec.trees.static_tree import StaticTree, grow_static
-from jaxspec.trees.tree import DraftTree, grow, pack_bits, top_k_probabilities
+from jaxspec.trees.tree import DraftTree, grow, pack_bits
+from pallas_kernels.vocabulary.api import top_k_probabilities
 
 
 class EagleState(NamedTuple):

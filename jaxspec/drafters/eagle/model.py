@@ -18,7 +18,9 @@ from jaxspec.config import ModelConfig
 from jaxspec.drafters.eagle.config import EagleConfig
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Attend
-from jaxspec.models.layers import add_and_norm, add_up, dense, gated_mlp_in_parts, rms_norm
+from jaxspec.models.layers import dense, gated_mlp, rms_norm
+from pallas_kernels.layer.api import add_norm
+from pallas_kernels.product.api import add_up
 
 
 def param_shapes(config: EagleConfig) -> dict:
@@ -141,14 +143,15 @@ def step(
             x = normed if config.norm_before_residual else hidden
         else:
             x = mixed = dense(jnp.concatenate([embedding, hidden], -1), params["fc"])
-        parts, cache = decoder.attention_in_parts(mixed, p["attention"], c, windows[0], angles[0], attend, caches[0])
+        parts, cache = decoder.attention(mixed, p["attention"], c, windows[0], angles[0], attend, caches[0])
         updated = [cache]
     with jax.named_scope("mlp"):
-        x, normed = add_and_norm(x, parts, p["mlp_norm"], c.norm_eps)
-        x = x + add_up(gated_mlp_in_parts(normed, p["mlp"], c.activation), x.dtype)
+        x, normed = add_norm(x, parts, p["mlp_norm"]["scale"], eps=c.norm_eps)
+        x = x + add_up(gated_mlp(normed, p["mlp"], c.activation, adder="norm"), x.dtype)
     windowed = dataclasses.replace(c, windows=windows)
     for i in range(1, c.num_layers):
-        x, cache = decoder.decoder_layer(x, params["layers"][str(i)], windowed, i, angles[i], attend, caches[i])
+        x, parts, cache = decoder.decoder_layer(x, params["layers"][str(i)], windowed, i, angles[i], attend, caches[i])
+        x = x + add_up(parts, x.dtype)
         updated.append(cache)
     if config.norm_output:
         x = rms_norm(x, params["final_norm"], c.norm_eps)

@@ -33,7 +33,8 @@ from jaxspec.drafters.mtp.config import MtpConfig
 from jaxspec.kvcache import LayerKV, init_layers
 from jaxspec.models.attend import PagedAttend
 from jaxspec.trees.sampled_chain import sampled_chain
-from jaxspec.trees.tree import DraftTree, chain, grow, pack_bits, top_k
+from jaxspec.trees.tree import DraftTree, chain, grow, pack_bits
+from pallas_kernels.vocabulary.api import top_k
 
 
 class MtpState(NamedTuple):

@@ -18,6 +18,7 @@ from jaxspec.drafters.mtp.config import MtpConfig
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Attend
 from jaxspec.models.layers import dense, rms_norm
+from pallas_kernels.product.api import add_up
 
 
 class Step(NamedTuple):
@@ -101,7 +102,8 @@ def step(
     halves = [norm(embedding, "embedding_norm"), norm(hidden.astype(embedding.dtype), "hidden_norm")]
     x = dense(jnp.concatenate(halves[::-1] if config.hidden_first else halves, -1), p["proj"])
     angles = decoder.layer_angles(c, positions)[layer]
-    raw, cache = decoder.decoder_layer(x, p["block"], c, layer, angles, attend, cache)
+    x, parts, cache = decoder.decoder_layer(x, p["block"], c, layer, angles, attend, cache)
+    raw = x + add_up(parts, x.dtype)
     return Step(norm(raw, "final_norm"), raw, cache)
 
 

@@ -60,7 +60,7 @@ def best_place(tokens: Int[Array, "B L"], last: Int[Array, " B"], depth: int) ->
         return jnp.max(matched * size + place, axis=1)
 
     # A table hardly wider than a block is taken whole, so that the block at its end has `depth` tokens before it.
-    width = size if size < block + depth or device.capability() is not None else block
+    width = size if size < block + depth or device.on_gpu() else block
     front = jnp.pad(tokens[:, :width], ((0, 0), (depth - 1, 0)), constant_values=-2)
     score = jnp.maximum(best(front, 0, width), size - 1)
     if width < size:

@@ -23,8 +23,9 @@ from jaxspec.models import decoder
 from jaxspec.models.paged import paged_forward
 from jaxspec.sampling import DRAFT, NOISE, coins, probabilities, process_logits, tagged
 from jaxspec.trees.block_tree import best_first
-from jaxspec.trees.tree import DraftTree, chain, num_words, root_only, top_k
+from jaxspec.trees.tree import DraftTree, chain, num_words, root_only
 from jaxspec.verify import accept_target_only
+from pallas_kernels.vocabulary.api import top_k
 
 CHAIN, TREE = 8, (15, 32)
 """Defaults: nodes of a chain; depth and nodes of a tree."""

@@ -17,7 +17,8 @@ from jaxspec.engine.batch import open_batch
 from jaxspec.loading import load_draft
 from jaxspec.round import draft, verify
 from jaxspec.trees.block_tree import best_first
-from jaxspec.trees.tree import top_k, unpack_bits
+from jaxspec.trees.tree import unpack_bits
+from pallas_kernels.vocabulary.api import top_k
 from tests.parity.checks import Case, Mismatch, load_case
 from tests.parity.checks.eagle import NUM_PAGES, PAGE_SIZE, context, load_target, related, target_features
 

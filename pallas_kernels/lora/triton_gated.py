@@ -18,11 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels import device
 from pallas_kernels.shaped import Shaped
 from pallas_kernels.tilings import MULTIPROCESSORS
-from pallas_kernels.triton_blocks import whole
-from pallas_kernels.vocabulary.lookup import lookup
+from pallas_kernels.triton_blocks import lookup, whole
 
 MOST_ROWS = 64
 COLUMNS = 64  # of a program
@@ -60,9 +58,6 @@ def serves(x: Shaped, b: Shaped, silu: bool = False) -> bool:
     """Whether the kernel takes the case: few rows, a rank of at least one tensor core tile, whole columns."""
     rows, unit = x.shape[0] * x.shape[1], COLUMNS * (1 + silu)
     return rows <= MOST_ROWS and _chunk(b.shape[0]) >= LEAST_CHUNK and b.shape[1] % unit == 0 and x.dtype == b.dtype
-
-
-available = device.runs_triton
 
 
 def gated_lora(

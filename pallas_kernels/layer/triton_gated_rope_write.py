@@ -11,12 +11,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.layer.rope_write import by_token, results
-from pallas_kernels.lora import gated as gated_lora
-from pallas_kernels.lora.gated import Columns
+from pallas_kernels.layer.triton_rope_write import by_token, results
+from pallas_kernels.lora import triton_gated as gated_lora
+from pallas_kernels.lora.triton_gated import Columns
 from pallas_kernels.shaped import Shaped
-from pallas_kernels.triton_blocks import whole
-from pallas_kernels.vocabulary.lookup import lookup
+from pallas_kernels.triton_blocks import lookup, whole
 
 
 def blocks_of_heads(blocks: np.ndarray | None, b: Shaped, head_dim: int) -> tuple[tuple[int, ...], int] | None:

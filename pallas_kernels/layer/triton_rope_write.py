@@ -15,7 +15,6 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import device
 from pallas_kernels.shaped import Shaped
 from pallas_kernels.triton_blocks import whole
 
@@ -25,9 +24,6 @@ def serves(heads: Shaped, cos: Shaped, k_pages: Shaped, v_pages: Shaped) -> bool
     D, half = heads.shape[-1], cos.shape[-1]
     sizes = 2 * half == D == k_pages.shape[-1] == v_pages.shape[-1] and half >= 16 and half & (half - 1) == 0
     return sizes and all(jnp.issubdtype(x.dtype, jnp.floating) for x in (heads, k_pages, v_pages))
-
-
-available = device.runs_triton
 
 
 def results(B: int, T: int, G: int, dtype, k_pages: Shaped, v_pages: Shaped, by_head: bool) -> list[jax.ShapeDtypeStruct]:

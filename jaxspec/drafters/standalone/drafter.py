@@ -1,25 +1,28 @@
-"""STANDALONE: a smaller language model with the target's vocabulary, or nearly so, drafts a chain or an EAGLE-2 tree
-(Leviathan et al. 2023; the tree of Li et al. 2024, section 4)."""
+"""STANDALONE: a smaller language model drafts a chain or an EAGLE-2 tree (Leviathan et al. 2023; the tree of Li et al. 2024,
+section 4). Its vocabulary is the target's, or nearly so (`CommonVocabulary`), or another one (`PairedVocabulary`)."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ConfigError, ModelConfig, SpecConfig, resolve_tree
 from jaxspec.drafters.base import Drafter, Proposal, RoundContext
+from jaxspec.drafters.standalone.vocabulary import (
+    PAIRS,
+    CommonVocabulary,
+    PairedVocabulary,
+    common_vocabulary,
+    paired_vocabulary,
+)
 from jaxspec.kvcache import LayerKV, init_layers
 from jaxspec.models import decoder
 from jaxspec.models.paged import paged_forward
-from jaxspec.trees.tree import grow, top_k_probabilities
-
-LEAST_COMMON = 0.9
-"""Tokens with the same id, as a part of the smaller vocabulary, without which the other vocabulary is another one."""
+from jaxspec.trees.tree import grow
+from pallas_kernels.vocabulary.api import top_k_probabilities
 
 
 class StandaloneState(NamedTuple):
@@ -33,52 +36,17 @@ class StandaloneState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class CommonVocabulary:
-    """Ids that mean the same token for target and draft: those below `size` but for `foreign`.
-
-    The target may emit any id. One that is not common is fed to the draft as `stand_in`.
-    """
-
-    size: int
-    foreign: tuple[int, ...] = ()
-    stand_in: int = 0
-
-    def __len__(self) -> int:
-        """Common ids."""
-        return self.size - len(self.foreign)
-
-    @functools.cached_property
-    def is_common(self) -> np.ndarray:
-        """[size] bool."""
-        common = np.ones(self.size, bool)
-        common[list(self.foreign)] = False
-        return common
-
-    def as_draft_ids(self, tokens: Int[Array, "*R"]) -> Int[Array, "*R"]:
-        """The target's ids with the stand-in for those that the draft does not have."""
-        known = tokens < self.size
-        if self.foreign:
-            known &= jnp.asarray(self.is_common)[jnp.minimum(tokens, self.size - 1)]
-        return jnp.where(known, tokens, self.stand_in)
-
-    def restrict(self, logits: Float[Array, "*R V"]) -> Float[Array, "*R C"]:
-        """The draft's logits of the ids below `size`, -inf where one is not common."""
-        logits = logits[..., : self.size]
-        return jnp.where(jnp.asarray(self.is_common), logits, -jnp.inf) if self.foreign else logits
-
-
-@dataclasses.dataclass(frozen=True)
 class StandaloneDrafter(Drafter):
     """Drafts with the model `draft`; num_steps levels, topk beams, num_draft_tokens nodes with the root.
 
-    `vocabulary` says which ids are drafted, None: all of them.
+    `vocabulary` says which ids are drafted and what they are for the other model, None: all of them, and the same.
     """
 
     draft: ModelConfig
     num_steps: int
     topk: int
     num_draft_tokens: int
-    vocabulary: CommonVocabulary | None = None
+    vocabulary: CommonVocabulary | PairedVocabulary | None = None
     name: ClassVar[str] = "STANDALONE"
 
     @property
@@ -137,13 +105,16 @@ class StandaloneDrafter(Drafter):
     def embed(self, params, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         """The draft's embeddings of the target's ids."""
         if self.vocabulary is not None:
-            tokens = self.vocabulary.as_draft_ids(tokens)
+            tokens = self.vocabulary.as_draft_ids(params, tokens)
         return decoder.embed(params, self.draft, tokens)
 
     def best(self, params, hidden: Float[Array, "*R E"]) -> tuple[Array, Array]:
-        """The k most probable continuations (temperature 1, as SGLang drafts)."""
+        """The k most probable continuations as the target's ids (temperature 1, as SGLang drafts)."""
         logits = decoder.unembed(params, self.draft, hidden)
-        return top_k_probabilities(logits if self.vocabulary is None else self.vocabulary.restrict(logits), self.topk)
+        if self.vocabulary is None:
+            return top_k_probabilities(logits, self.topk)
+        probs, ids = top_k_probabilities(self.vocabulary.restrict(params, logits), self.topk)
+        return probs, self.vocabulary.as_target_ids(params, ids)
 
     def propose(self, params, state: StandaloneState, ctx: RoundContext) -> Proposal:
         """Grows the tree; the beams' KV lies behind the bonus token and is overwritten by `update`."""
@@ -175,50 +146,25 @@ def resolve(spec: SpecConfig, config: ModelConfig, draft) -> SpecConfig:
     return resolve_tree(spec, (3, 1, 4), "STANDALONE")
 
 
-def common_vocabulary(target, draft) -> CommonVocabulary | None:
-    """The ids that target and draft have in common; None where all are.
-
-    People pair models whose tables are padded to different sizes and whose tokenizers differ in a few added tokens. Without
-    tokenizers an id counts as common if both tables have it.
-
-    Raises:
-      ConfigError: the vocabularies differ by more than that; the message names the first difference.
-    """
-    sizes = target.config.vocab_size, draft.config.vocab_size
-    size, foreign = min(sizes), ()
-    if target.tokenizer is not None and draft.tokenizer is not None and target.tokenizer.vocab != draft.tokenizer.vocab:
-        ours, theirs = ({i: t for t, i in m.tokenizer.vocab.items() if i < size} for m in (target, draft))
-        common = [i for i in ours if ours[i] == theirs.get(i)]
-        size = max(common, default=-1) + 1
-        foreign = tuple(i for i in range(size) if i in ours.keys() | theirs.keys() and ours.get(i) != theirs.get(i))
-        if len(common) < LEAST_COMMON * min(len(ours), len(theirs)) or not common:
-            i = min(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
-            raise ConfigError(
-                f"STANDALONE needs one vocabulary but for a few added tokens: target and draft share {len(common)} of "
-                f"{len(ours)} and {len(theirs)} tokens; the first difference is id {i}, {ours.get(i)!r} for the target and "
-                f"{theirs.get(i)!r} for the draft (None: absent)"
-            )
-    if not foreign and sizes == (size, size):
-        return None
-    # What the draft lacks is most often a mark that an instruction-tuned target uses; the draft's own end mark is the nearest.
-    marks = [i for i in draft.config.stop_token_ids if i < size and i not in foreign]
-    stand_in = marks[0] if marks else next(i for i in range(size) if i not in foreign)
-    return CommonVocabulary(size, foreign, stand_in)
-
-
 def build(target, draft, spec: SpecConfig) -> tuple[StandaloneDrafter, dict]:
-    """The drafter for a draft model, whose vocabulary must be the target's, but for padding and a few added tokens.
+    """The drafter for a draft model, whose vocabulary must be the target's, but for padding and a few added tokens, unless
+    tokens are paired as strings (`StandaloneOptions`).
 
-    Drafts come from the common ids; the target may emit any.
+    Drafts come from what both have; the target may emit any.
 
     Raises:
       ConfigError: the vocabularies differ by more (`common_vocabulary`), or topk is larger than what they have in common.
     """
-    vocabulary = common_vocabulary(target, draft)
+    tree = draft.tree
+    if spec.options.pairing == "strings":
+        vocabulary, maps = paired_vocabulary(target, draft)
+        tree = {**tree, PAIRS: maps}
+    else:
+        vocabulary = common_vocabulary(target, draft)
     if vocabulary is not None and len(vocabulary) < spec.topk:
         raise ConfigError(f"topk={spec.topk} is more than the {len(vocabulary)} tokens that target and draft have in common")
     drafter = StandaloneDrafter(
         draft=draft.config, num_steps=spec.num_steps, topk=spec.topk, num_draft_tokens=spec.num_draft_tokens,
         vocabulary=vocabulary,
     )  # fmt: skip
-    return drafter, draft.tree
+    return drafter, tree

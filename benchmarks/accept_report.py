@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxspec.benchmarking.accept import speed
+from jaxspec.benchmarking.records import read_rows
 from jaxspec.config import ConfigError
 from jaxspec.drafters.measured import TREE
 
@@ -40,12 +40,9 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
     Raises ConfigError for another kind of file.
     """
-    path = Path(path)
-    if not path.exists():
-        return []
-    rows = json.loads(path.read_text())
-    if not isinstance(rows, list) or any(not isinstance(r, dict) or set(KEY) - set(r) for r in rows):
-        raise ConfigError(f"{path} is not a file of accept lengths (a list of rows with {', '.join(KEY)})")
+    rows = read_rows(path)
+    if any(set(KEY) - set(r) for r in rows):
+        raise ConfigError(f"{path} is not a file of accept lengths (rows with {', '.join(KEY)})")
     return rows
 
 

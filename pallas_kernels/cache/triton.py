@@ -1,9 +1,4 @@
-"""Writing keys and values into a paged pool, and moving an accepted path's entries together: in place when donated.
-
-Plain jnp: XLA's scatter into a donated pool copies nothing, whatever the pool's size (`tests/kernels/test_kv_commit.py`
-reads that from the compiled program), and `benchmarks/kernels/attention.py` times it beside the bytes that it must move. On a
-GPU the compaction of all layers is one Triton kernel: a scatter a layer took 4 us on an H200, 0.13 ms a round of 32 layers.
-"""
+"""Writes and compactions of many pools as one Triton kernel: a scatter a layer took 4 us on an H200, 0.13 ms a round of 32."""
 
 from __future__ import annotations
 
@@ -15,30 +10,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import device
+from pallas_kernels.shaped import Shaped
+from pallas_kernels.triton_blocks import whole
 
 Entries = tuple[Int[Array, "B A"], Int[Array, "B A"]]
 MOST_POOLS = 256  # of one kernel, whose arguments are limited to 4 KB
 FEW_ROWS = 64  # of a sequence, that one program of a kernel writes
 
 
-def kv_write(
-    k_pages: Float[Array, "P S K Dk"],
-    v_pages: Float[Array, "P S K Dv"],
-    page: Int[Array, "B T"],
-    slot: Int[Array, "B T"],
-    k: Float[Array, "B T K Dk"],
-    v: Float[Array, "B T K Dv"],
-) -> tuple[Float[Array, "P S K Dk"], Float[Array, "P S K Dv"]]:
-    """Writes T entries of every sequence at (page, slot), cast to the pool's type.
-
-    Entries that belong nowhere name a scratch page; where several entries name one slot any of them may win. A page
-    outside the pool drops its entry.
-    """
-    return (
-        k_pages.at[page, slot].set(k.astype(k_pages.dtype), mode="drop"),
-        v_pages.at[page, slot].set(v.astype(v_pages.dtype), mode="drop"),
-    )
+def serves(pools: Sequence[Shaped], entries: Shaped) -> bool:
+    """Whether `kv_write_layers` takes the case: few rows a sequence, and no more pools than a kernel has arguments for."""
+    return entries.shape[1] <= FEW_ROWS and len(pools) <= MOST_POOLS // 2
 
 
 def kv_write_layers(
@@ -46,22 +28,16 @@ def kv_write_layers(
     target: Entries,
     entries: Float[Array, "B T n K D"],
     *,
-    kernel: bool | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "P S K D"], ...]:
-    """`kv_write` on several pools of one shape at once, entries[:, :, i] going to the i-th.
+    """The contract of `reference.kv_write_layers`, for cases that `serves` accepts.
 
     Args:
       pools: at most `MOST_POOLS` // 2.
       target: (page, slot) of each entry; a page outside the pool drops its entry.
       entries: what is written, cast to the pools' type.
-      kernel: one Triton kernel instead of a scatter a pool; None: for few rows, on CUDA GPUs from Ampere on.
-      interpret: run that kernel on a CPU.
+      interpret: run on a CPU.
     """
-    if kernel is None:
-        kernel = (device.capability() or 0) >= 8.0 and entries.shape[1] <= FEW_ROWS
-    if not kernel:
-        return tuple(p.at[target].set(entries[:, :, i].astype(p.dtype), mode="drop") for i, p in enumerate(pools))
     P, _, K, D = pools[0].shape
     B, T = target[0].shape
 
@@ -81,13 +57,13 @@ def kv_write_layers(
                 plt.store(after.at[place], value.astype(after.dtype), mask=wanted)
 
     inputs = (*target, entries, *pools)
-    whole = [pl.BlockSpec(x.shape, lambda *_, n=x.ndim: (0,) * n) for x in inputs]
+    blocks = [whole(x) for x in inputs]
     return tuple(
         pl.pallas_call(
             write,
             grid=(len(pools), K, B),
-            in_specs=whole,
-            out_specs=whole[3:],
+            in_specs=blocks,
+            out_specs=blocks[3:],
             out_shape=[jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools],
             input_output_aliases={3 + i: i for i in range(len(pools))},
             compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
@@ -97,30 +73,10 @@ def kv_write_layers(
     )
 
 
-def kv_compact(
-    k_pages: Float[Array, "P S K Dk"], v_pages: Float[Array, "P S K Dv"], source: Entries, target: Entries
-) -> tuple[Float[Array, "P S K Dk"], Float[Array, "P S K Dv"]]:
-    """Copies the entries at `source` (page, slot) to `target`; all are read before any is written."""
-    return kv_write(k_pages, v_pages, *target, k_pages[source], v_pages[source])
-
-
 def kv_compact_layers(
-    pools: Sequence[Float[Array, "P S _ _"]], source: Entries, target: Entries, *, kernel: bool | None = None, interpret=False
+    pools: Sequence[Float[Array, "P S _ _"]], source: Entries, target: Entries, *, interpret: bool = False
 ) -> tuple[Float[Array, "P S _ _"], ...]:
-    """`kv_compact` on the key and value pools of every layer at once.
-
-    Sequences may share scratch pages only: what one sequence's entries write, no other's may read.
-
-    Args:
-      pools: any number of pools of one number of pages.
-      source, target: (page, slot) of each entry before and after.
-      kernel: one Triton kernel instead of a scatter a pool; None: on CUDA GPUs from Ampere on.
-      interpret: run that kernel on a CPU.
-    """
-    if kernel is None:
-        kernel = (device.capability() or 0) >= 8.0
-    if not kernel:
-        return tuple(p.at[target].set(p[source], mode="drop") for p in pools)
+    """The contract of `reference.kv_compact_layers`; `interpret` runs it on a CPU."""
     done = []
     for i in range(0, len(pools), MOST_POOLS // 2):
         done += _compact(tuple(pools[i : i + MOST_POOLS // 2]), source, target, interpret)
@@ -156,12 +112,12 @@ def _compact(pools: tuple, source: Entries, target: Entries, interpret: bool) ->
                 plt.store(after.at[new_page, new_slot, head, channel], value, mask=moved)
 
     indices = (*source, *target)
-    whole = [pl.BlockSpec(x.shape, lambda *_, n=x.ndim: (0,) * n) for x in (*indices, *pools)]
+    blocks = [whole(x) for x in (*indices, *pools)]
     return pl.pallas_call(
         move,
         grid=(len(pools), heads, B),
-        in_specs=whole,
-        out_specs=whole[4:],
+        in_specs=blocks,
+        out_specs=blocks[4:],
         out_shape=[jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools],
         input_output_aliases={4 + i: i for i in range(len(pools))},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),

@@ -15,23 +15,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from pallas_kernels import device
 from pallas_kernels.shaped import Shaped
+from pallas_kernels.tilings import NORM_ROWS
 from pallas_kernels.triton_blocks import whole
 
-LEAST_ROWS, MOST_ROWS = 17, 1024
-"""One program a row: few of them read parts too slowly (4.1 us for 8 parts of two rows; a sum inside XLA's product costs
-less), and with very many, in prefill, launches no longer count."""
+MOST_ROWS = 1024  # one program a row; with very many, in prefill, launches no longer count
 WIDEST = 8192
 
 
-def serves(x: Shaped, parts: Shaped, least: int = LEAST_ROWS) -> bool:
+def serves(x: Shaped, parts: Shaped, least: int = NORM_ROWS) -> bool:
     """Whether the kernel takes the case: floats, rows of a size that a program holds, at least so many, not too many."""
     floats = all(jnp.issubdtype(a.dtype, jnp.floating) for a in (x, parts))
     return floats and 16 <= x.shape[-1] <= WIDEST and least <= x.size // x.shape[-1] <= MOST_ROWS
-
-
-available = device.runs_triton
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "plus_one", "interpret"))  # lowered once, however many layers
