@@ -19,6 +19,7 @@ from jaxspec.trees.tree import (
     select_candidates,
     unpack_bits,
 )
+from pallas_kernels.product.api import product
 from pallas_kernels.vocabulary.api import top_k, top_k_probabilities
 
 NODES, DEPTH = 8, 4
