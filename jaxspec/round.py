@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxspec.config import ModelConfig
 from jaxspec.drafters.base import Drafter, RoundContext, check_tree
@@ -79,7 +79,7 @@ class RoundState:
     from_draft: Bool[Array, "B max_len"]
     round_of: Int[Array, "B max_len"]
     proposed_upto: Int[Array, "B max_len"]
-    keys: PRNGKeyArray
+    keys: Key[Array, " B"]
     done: Bool[Array, " B"]
     stopped: Bool[Array, " B"]
     broken: Bool[Array, " B"]

@@ -1,15 +1,25 @@
-"""Shared by all tests: jaxspec's core signatures check shapes and types while tests run."""
+"""Shared by all tests: whatever is annotated with a shape is checked while tests run."""
 
 import tests.fast_compile  # noqa: F401, I001  before jax
 
 import gc
 import importlib.util
+import re
+from pathlib import Path
 
 import jax
 import pytest
 from jaxtyping import install_import_hook
 
-CHECKED = ("jaxspec.sampling", "jaxspec.verify", "jaxspec.trees.tree", "jaxspec.kvcache")
+ROOT = Path(__file__).parents[1]
+SHAPED = re.compile(r"^from jaxtyping import", re.MULTILINE)
+CHECKED = [
+    ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    for package in ("jaxspec", "pallas_kernels")
+    for file in sorted((ROOT / package).rglob("*.py"))
+    if SHAPED.search(file.read_text())
+]
+"""All modules whose annotations speak of shapes."""
 
 # Tracing makes objects by the million, none of them in cycles that matter: a fifth of its time went into looking for some.
 gc.freeze()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxspec.config import ConfigError
+from jaxspec.optional import optional
 
 STEPS, TOPK, NODES, BATCHES = (0, 1, 3, 5, 7), (0, 1, 2, 4, 8), (0, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16)
 """SGLang's grid; 0/0/0 stands for plain decoding."""
@@ -135,13 +136,12 @@ def best(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 def plot(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
     """Speed against the number of nodes, a line for each (steps, topk), a panel for each batch size.
 
-    Raises ConfigError when matplotlib is missing.
+    Raises MissingPackageError when matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("a plot needs matplotlib: pip install 'jaxspec-decoding[bench]'") from None
+    optional("matplotlib", "a plot", "jaxspec-decoding[bench]")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     batches = sorted({row["batch_size"] for row in rows})
     figure = Figure(figsize=(5 * len(batches), 4), layout="constrained")
     FigureCanvasAgg(figure)

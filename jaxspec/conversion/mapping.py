@@ -11,9 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxspec.files.errors import ConversionError
 from jaxspec.files.readers import TensorSource
@@ -94,27 +96,14 @@ def shifted(inner: Transform, offset: float) -> Transform:
     )
 
 
-def flatten(tree: Mapping, prefix: str = "") -> dict[str, object]:
+def flatten(tree: Mapping) -> dict[str, Any]:
     """Nested dicts → {"a/b/c": leaf}, in their own order."""
-    flat: dict[str, object] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}/")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+    return flatten_dict(tree, sep="/")
 
 
-def unflatten(flat: Mapping[str, object] | Iterable[tuple[str, object]]) -> dict:
+def unflatten(flat: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict:
     """The inverse of `flatten`."""
-    tree: dict = {}
-    for path, leaf in dict(flat).items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = leaf
-    return tree
+    return unflatten_dict(dict(flat), sep="/")
 
 
 def expected_shapes(rule: Rule, shape: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.kvcache import LayerKV, PagedKVCache
@@ -45,7 +45,7 @@ class RoundContext:
     cache: PagedKVCache
     tokens: Int[Array, "B max_len"]
     bonus: Int[Array, " B"]
-    keys: PRNGKeyArray
+    keys: Key[Array, " B"]
     sampling: SamplingState
     prompt_length: Int[Array, " B"]
     active: Bool[Array, " B"]

@@ -10,6 +10,7 @@ import math
 import mmap
 import struct
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,10 +18,16 @@ import numpy as np
 from jaxspec.files.errors import ConversionError, MissingFileError, shown
 from jaxspec.files.readers import MAX_RANK, TensorInfo, check_apart
 from jaxspec.files.values import check_metadata
+from jaxspec.optional import optional
 
 MAGIC = b"GGUF"
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
+
+
+def _library() -> ModuleType:
+    """The gguf package, which takes long to import."""
+    return optional("gguf", "reading a GGUF file", "gguf")
 
 
 def is_gguf(path: Path) -> bool:
@@ -78,8 +85,7 @@ class GGUFReader:
     """One GGUF file: ``metadata`` as a dictionary, tensors as a lazy source of float32 arrays."""
 
     def __init__(self, file: Path):
-        import gguf
-
+        gguf = _library()
         if not file.exists():
             raise MissingFileError(f"{file} does not exist")
         if not is_gguf(file):
@@ -137,9 +143,7 @@ class GGUFReader:
 
     def read(self, name: str) -> np.ndarray:
         """The tensor in float32."""
-        import gguf
-        from gguf import quants
-
+        gguf = _library()
         kind, shape, offset, size = self._stored[name]
         if size == 0:
             return np.zeros(shape, np.float32)
@@ -150,6 +154,6 @@ class GGUFReader:
             return raw.view(np.float16).reshape(shape).astype(np.float32)
         block, width = gguf.GGML_QUANT_SIZES[kind]
         try:
-            return quants.dequantize(raw.reshape(*shape[:-1], shape[-1] // block * width), kind).reshape(shape)
+            return gguf.quants.dequantize(raw.reshape(*shape[:-1], shape[-1] // block * width), kind).reshape(shape)
         except NotImplementedError:
             raise ConversionError(f"{self.file}: tensor {name!r} is quantised as {kind.name}, which is not read") from None

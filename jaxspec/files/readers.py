@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from jaxspec.files.errors import ConversionError, MissingFileError, shown
 from jaxspec.files.values import parse_json
@@ -48,7 +49,7 @@ class TensorInfo(NamedTuple):
 
 
 class TensorSource(Protocol):
-    """Named tensors. ``info`` is cheap; ``read`` gives a read-only array, where possible a view of the mapped file."""
+    """Named tensors. ``info`` is cheap; ``read`` gives an array that is only read, perhaps a view of the mapped file."""
 
     info: Mapping[str, TensorInfo]
 
@@ -58,22 +59,30 @@ class TensorSource(Protocol):
 
 
 class SafetensorsReader:
-    """One or many safetensors files, read through their headers and a memory map: every type, nothing copied."""
+    """One or many safetensors files. Their headers are checked here, so that errors name file and tensor; the safetensors
+    library checks them once more and reads the tensors."""
 
     def __init__(self, files: list[Path]):
         self.info: dict[str, TensorInfo] = {}
         self._where: dict[str, tuple[Path, int]] = {}
+        self._open: dict[Path, Any] = {}
         for file in files:
             for name, dtype, shape, offset in safetensors_header(file):
                 if name in self.info:
                     raise ConversionError(f"{file}: tensor {name!r} is also in {self._where[name][0].name}")
                 self.info[name] = TensorInfo(shape, dtype, file.name)
                 self._where[name] = (file, offset)
+            try:
+                self._open[file] = safe_open(file, "numpy")
+            except SafetensorError as error:
+                raise ConversionError(f"{file} is not a safetensors file ({shown(error)})") from None
 
     def read(self, name: str) -> np.ndarray:
-        """A view of the mapped file."""
+        """The tensor `name`; of the 8-bit floats, which the library does not give to NumPy, a view of the mapped file."""
         info, (file, offset) = self.info[name], self._where[name]
-        return map_tensor(file, offset, info.dtype, info.shape)
+        if info.dtype.name.startswith("float8"):
+            return map_tensor(file, offset, info.dtype, info.shape)
+        return self._open[file].get_tensor(name)
 
 
 def map_tensor(file: Path, offset: int, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:

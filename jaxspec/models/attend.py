@@ -121,7 +121,7 @@ class PagedAttend:
         windowed = window is not None and window < self.positions.shape[1]
         return attends_over_rows(self.fresh, dtype, key_dim, value_dim, windowed, softcap)
 
-    def attention(self, layer: LayerKV, q: Float[Array, "B T H D"], *, scale, window, softcap) -> Float[Array, "B T H D"]:
+    def attention(self, layer: LayerKV, q: Float[Array, "B T H D"], *, scale, window, softcap) -> Float[Array, "B T H Dv"]:
         """Attention alone."""
         with jax.named_scope("tree_attention"):
             return tree_attention(

@@ -139,7 +139,7 @@ def unembed(params: dict, config: ModelConfig, hidden: Float[Array, "*R E"], exa
 
 def attention(
     x: Float[Array, "B T E"], params: dict, config: ModelConfig, window: int | None, angles, attend: Attend, cache
-) -> tuple[Float[Array, "parts B T E"], Any]:
+) -> tuple[Float[Array, "parts B T out"], Any]:
     """Projections, q/k norms, rotary embedding, attention, a sigmoid gate (Qwen3-Next), output projection.
 
     Returns:
@@ -166,7 +166,7 @@ def attention(
 def decoder_layer(
     x: Float[Array, "B T E"], params: dict, config: ModelConfig, layer: int, angles, attend: Attend, cache,
     normed: Float[Array, "B T E"] | None = None, rows: Int[Array, "B R"] | None = None,
-) -> tuple[Float[Array, "B T E"], Float[Array, "parts B T E"], Any]:  # fmt: skip
+) -> tuple[Float[Array, "B kept E"], Float[Array, "parts B kept E"], Any]:  # fmt: skip
     """One pre-norm layer before its last sum, which may be one kernel with the norm behind it.
 
     With `sandwich_norms` the outputs of attention and MLP are normed before they are added.
@@ -256,7 +256,7 @@ def decode(
 def run_layers(
     params: dict, config: ModelConfig, x: Float[Array, "B T E"], positions: Int[Array, "B T"], attends: Sequence[Attend],
     caches: Sequence[Any], rows: Int[Array, "B R"] | None = None, traced_once: bool = False,
-) -> tuple[list[Array], Float[Array, "B T E"], tuple]:  # fmt: skip
+) -> tuple[list[Array], Float[Array, "B kept E"], tuple]:  # fmt: skip
     """All layers and the final norm, each layer with its own `Attend`; arguments as for `decode`.
 
     Args:

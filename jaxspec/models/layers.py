@@ -48,7 +48,7 @@ def whole_product(x: Float[Array, "*R I"], layer: dict, dtype) -> Float[Array, "
     return y + layer["bias"].astype(dtype) if "bias" in layer else y
 
 
-def adapted(x: Float[Array, "B T I"], layer: dict, silu: bool = False) -> Float[Array, "B T O"]:
+def adapted(x: Float[Array, "B T I"], layer: dict, silu: bool = False) -> Float[Array, "B T out"]:
     """`dense` with an adapter; with `silu` the columns are gates and as many values: silu(gate) * value, [B, T, O / 2]."""
     adapter, layer = split_adapter(layer)
     if is_plain(layer):

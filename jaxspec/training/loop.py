@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxspec import runtime
 from jaxspec.config import ConfigError, ModelConfig
 from jaxspec.models import decoder
+from jaxspec.optional import optional
 from jaxspec.params import DraftParams, ModelParams
 from jaxspec.training.data import Data, batch_rows
 from jaxspec.training.objective import Objective, View, cast, merge
@@ -28,6 +28,8 @@ from jaxspec.training.output import Trained, as_stored, write_jsonl
 from jaxspec.training.reading import Reader, narrowed
 from jaxspec.training.state import differing, latest_checkpoint, load_checkpoint, save_checkpoint
 from jaxspec.training.warm import Start
+
+optax = optional("optax", "training a head", "jaxspec-decoding[train]")
 
 LAST_STEP = 1 << 30
 """The step that measurements are made as: behind every curriculum."""

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from pallas_kernels import device, tilings
 from pallas_kernels.attention import reference
 from pallas_kernels.attention import triton as tree_attention_triton
+from pallas_kernels.shaped import Shaped
 from pallas_kernels.tilings import Problem, Tiling
 
 Backend = Literal["reference", "triton", "mosaic"]
@@ -38,12 +39,12 @@ def _warn_fallback(case: str) -> None:
     warnings.warn(f"tree_attention: no kernel serves {case}; running the slower jnp reference", stacklevel=4)
 
 
-def _problem(q: Array, k_pages: Array, v_pages: Array, num_slots: int) -> Problem:
+def _problem(q: Shaped, k_pages: Shaped, v_pages: Shaped, num_slots: int) -> Problem:
     (B, T, H, Dk), (K, Dv) = q.shape, v_pages.shape[2:]
     return Problem(T * H // K, Dk, Dv, jnp.dtype(k_pages.dtype).itemsize, num_slots, B * K)
 
 
-def choose_backend(q: Array, k_pages: Array, v_pages: Array, num_slots: int, capability: float | None) -> Backend:
+def choose_backend(q: Shaped, k_pages: Shaped, v_pages: Shaped, num_slots: int, capability: float | None) -> Backend:
     """The back end for a case, by chip, rows and slots of the table (`benchmarks/kernels/README.md`).
 
     On Hopper Mosaic serves unless Triton's products of 16 rows are ahead (`tilings.prefers_triton`). No other chip has its
@@ -63,7 +64,7 @@ def choose_backend(q: Array, k_pages: Array, v_pages: Array, num_slots: int, cap
     return "reference"
 
 
-def groups_queries(q: Array, k_pages: Array, v_pages: Array, page_table: Array) -> bool:
+def groups_queries(q: Shaped, k_pages: Shaped, v_pages: Shaped, page_table: Shaped) -> bool:
     """Whether the back end that `tree_attention` takes for these shapes regroups its queries by kv head."""
     num_slots = page_table.shape[1] * k_pages.shape[1]
     if choose_backend(q, k_pages, v_pages, num_slots, device.capability()) != "mosaic":

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.attention import rows_reference
+from pallas_kernels.shaped import Shaped
 
 T = TypeVar("T")
 Library = Literal["cudnn", "xla"]
@@ -78,7 +79,7 @@ def prefill_works(dtype: jnp.dtype, head_dim: int, windowed: bool) -> bool:
     return works(trial, "sliding-window attention" if windowed else "attention", "prefill")
 
 
-def suits_training(q: Array) -> bool:
+def suits_training(q: Shaped) -> bool:
     """Whether cuDNN's attention and its gradient take the type and head size of these queries."""
     return q.dtype == jnp.bfloat16 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
 

@@ -18,13 +18,14 @@ from pallas_kernels.attention.inflight import inflight_words, last_slot
 from pallas_kernels.attention.merge_splits import merge_splits
 from pallas_kernels.attention.mosaic_kernel import Case, attention
 from pallas_kernels.attention.mosaic_merge import WARPGROUP_ROWS
+from pallas_kernels.shaped import Shaped
 from pallas_kernels.tilings import Tiling
 
 AVAILABLE = hasattr(plgpu, "InterpretGPUParams") and hasattr(plgpu, "cluster_ref")  # the API as of jax 0.11.2
 REDUCTION_BYTES = 0  # a row lies within one warp; Mosaic's 2 KB would keep programs of three stages from sharing an SM
 
 
-def serves(q: Array, k_pages: Array, v_pages: Array) -> bool:
+def serves(q: Shaped, k_pages: Shaped, v_pages: Shaped) -> bool:
     """Whether this kernel takes the case: 16-bit floats, head sizes in multiples of 32 up to 256, pages of 8 slots at least."""
     S, Dk, Dv = *k_pages.shape[1::2], v_pages.shape[-1]
     sizes = Dk % 32 == 0 and Dv % 32 == 0 and Dk <= 256 and Dv <= 256

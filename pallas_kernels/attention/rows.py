@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 from pallas_kernels.attention import cudnn, rows_reference
 from pallas_kernels.attention.cudnn import Library
 from pallas_kernels.attention.rows_reference import unrolled
+from pallas_kernels.shaped import Shaped
 
 __all__ = [
     "Library", "attends_over_rows", "block_attention", "causal_attention", "chunk_attention", "library_for_chunks", "unrolled",
@@ -80,5 +81,5 @@ def block_attention(
     return jax.checkpoint(functools.partial(rows_reference.blocks, scale=scale, softcap=softcap))(*arguments)
 
 
-def _suits(q: Array, v: Array, softcap: float | None) -> bool:
+def _suits(q: Shaped, v: Shaped, softcap: float | None) -> bool:
     return softcap is None and q.shape[-1] == v.shape[-1] and cudnn.suits_training(q)

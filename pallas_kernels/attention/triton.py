@@ -19,13 +19,14 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels.attention.inflight import WORD, inflight_words, last_slot
 from pallas_kernels.attention.merge_splits import MASKED, channel_chunks, merge_splits
+from pallas_kernels.shaped import Shaped
 from pallas_kernels.tilings import Tiling
 from pallas_kernels.triton_blocks import whole
 
 LOG2E = 1.4426950408889634
 
 
-def serves(q: Array, k_pages: Array, v_pages: Array) -> bool:
+def serves(q: Shaped, k_pages: Shaped, v_pages: Shaped) -> bool:
     """Whether this kernel takes the case: head sizes in multiples of 16 and floating caches of 2 or 4 bytes."""
     sizes = k_pages.shape[-1] % 16 == 0 and v_pages.shape[-1] % 16 == 0
     kinds = all(x.dtype in (jnp.float32, jnp.bfloat16, jnp.float16) for x in (q, k_pages, v_pages))

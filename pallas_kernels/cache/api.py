@@ -22,8 +22,8 @@ def kv_write_layers(
 
 
 def kv_compact_layers(
-    pools: Sequence[Float[Array, "P S K D"]], source: Entries, target: Entries
-) -> tuple[Float[Array, "P S K D"], ...]:
+    pools: Sequence[Float[Array, "P S _ _"]], source: Entries, target: Entries
+) -> tuple[Float[Array, "P S _ _"], ...]:
     """`kv_compact` on the pools of every layer at once; arguments and result are those of `reference.kv_compact_layers`."""
     module = triton if device.runs_triton() else reference
     return module.kv_compact_layers(pools, source, target)

@@ -53,8 +53,8 @@ def kv_compact(
 
 
 def kv_compact_layers(
-    pools: Sequence[Float[Array, "P S K D"]], source: Entries, target: Entries
-) -> tuple[Float[Array, "P S K D"], ...]:
+    pools: Sequence[Float[Array, "P S _ _"]], source: Entries, target: Entries
+) -> tuple[Float[Array, "P S _ _"], ...]:
     """`kv_compact` on the key and value pools of every layer at once.
 
     Sequences may share scratch pages only: what one sequence's entries write, no other's may read.

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.shaped import Shaped
 from pallas_kernels.triton_blocks import whole
 
 Entries = tuple[Int[Array, "B A"], Int[Array, "B A"]]
@@ -17,7 +18,7 @@ MOST_POOLS = 256  # of one kernel, whose arguments are limited to 4 KB
 FEW_ROWS = 64  # of a sequence, that one program of a kernel writes
 
 
-def serves(pools: Sequence[Array], entries: Array) -> bool:
+def serves(pools: Sequence[Shaped], entries: Shaped) -> bool:
     """Whether `kv_write_layers` takes the case: few rows a sequence, and no more pools than a kernel has arguments for."""
     return entries.shape[1] <= FEW_ROWS and len(pools) <= MOST_POOLS // 2
 
@@ -73,8 +74,8 @@ def kv_write_layers(
 
 
 def kv_compact_layers(
-    pools: Sequence[Float[Array, "P S K D"]], source: Entries, target: Entries, *, interpret: bool = False
-) -> tuple[Float[Array, "P S K D"], ...]:
+    pools: Sequence[Float[Array, "P S _ _"]], source: Entries, target: Entries, *, interpret: bool = False
+) -> tuple[Float[Array, "P S _ _"], ...]:
     """The contract of `reference.kv_compact_layers`; `interpret` runs it on a CPU."""
     done = []
     for i in range(0, len(pools), MOST_POOLS // 2):
@@ -82,7 +83,7 @@ def kv_compact_layers(
     return tuple(done)
 
 
-def _compact(pools: tuple, source: Entries, target: Entries, interpret: bool) -> list:
+def _compact(pools: tuple, source: Entries, target: Entries, interpret: bool) -> Sequence:
     B, A = source[0].shape
     rows = max(2, pl.next_power_of_2(A))
     heads = max(p.shape[2] for p in pools)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import device
@@ -56,7 +56,7 @@ def rope_write(
     page: Int[Array, "B T"],
     slot: Int[Array, "B T"],
     *,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
     by_head: bool = False,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "P S K D"], Float[Array, "P S K D"]]:
     """Rotary embedding of a fused projection, and the write of its keys and values.

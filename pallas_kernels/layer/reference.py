@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.cache.reference import kv_write
@@ -65,7 +66,7 @@ def rope_write(
     page: Int[Array, "B T"],
     slot: Int[Array, "B T"],
     *,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "P S K D"], Float[Array, "P S K D"]]:
     """Turns the queries and keys of a fused projection (`apply_rope`) and writes keys and values at (page, slot).
 

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
+from pallas_kernels.shaped import Shaped
 from pallas_kernels.tilings import NORM_ROWS
 from pallas_kernels.triton_blocks import whole
 
@@ -22,7 +23,7 @@ MOST_ROWS = 1024  # one program a row; with very many, in prefill, launches no l
 WIDEST = 8192
 
 
-def serves(x: Array, parts: Array, least: int = NORM_ROWS) -> bool:
+def serves(x: Shaped, parts: Shaped, least: int = NORM_ROWS) -> bool:
     """Whether the kernel takes the case: floats, rows of a size that a program holds, at least so many, not too many."""
     floats = all(jnp.issubdtype(a.dtype, jnp.floating) for a in (x, parts))
     return floats and 16 <= x.shape[-1] <= WIDEST and least <= x.size // x.shape[-1] <= MOST_ROWS

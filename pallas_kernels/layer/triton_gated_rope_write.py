@@ -14,10 +14,11 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.layer.triton_rope_write import by_token, results
 from pallas_kernels.lora import triton_gated as gated_lora
 from pallas_kernels.lora.triton_gated import Columns
+from pallas_kernels.shaped import Shaped
 from pallas_kernels.triton_blocks import lookup, whole
 
 
-def blocks_of_heads(blocks: np.ndarray | None, b: Array, head_dim: int) -> tuple[tuple[int, ...], int] | None:
+def blocks_of_heads(blocks: np.ndarray | None, b: Shaped, head_dim: int) -> tuple[tuple[int, ...], int] | None:
     """(each head's block of b, rows of a block), None where a block changes within a head or has too few rows."""
     blocks = np.zeros(b.shape[1], int) if blocks is None else np.asarray(blocks)
     heads = blocks.reshape(-1, head_dim)
@@ -27,7 +28,7 @@ def blocks_of_heads(blocks: np.ndarray | None, b: Array, head_dim: int) -> tuple
     return tuple(heads[:, 0].tolist()), used
 
 
-def serves(x: Array, b: Array, blocks: np.ndarray | None, cos: Array, k_pages: Array, v_pages: Array) -> bool:
+def serves(x: Shaped, b: Shaped, blocks: np.ndarray | None, cos: Shaped, k_pages: Shaped, v_pages: Shaped) -> bool:
     """Whether the kernel takes the case: what `gated_lora` takes, of heads of a power of two that are turned as a whole."""
     D = k_pages.shape[-1]
     whole = D == v_pages.shape[-1] == 2 * cos.shape[-1] and D >= 32 and D & (D - 1) == 0 and b.shape[1] % D == 0

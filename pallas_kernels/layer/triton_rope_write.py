@@ -12,19 +12,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.shaped import Shaped
 from pallas_kernels.triton_blocks import whole
 
 
-def serves(heads: Array, cos: Array, k_pages: Array, v_pages: Array) -> bool:
+def serves(heads: Shaped, cos: Shaped, k_pages: Shaped, v_pages: Shaped) -> bool:
     """Whether the kernel takes the case: whole heads of a power of two are turned, keys and values are of one size."""
     D, half = heads.shape[-1], cos.shape[-1]
     sizes = 2 * half == D == k_pages.shape[-1] == v_pages.shape[-1] and half >= 16 and half & (half - 1) == 0
     return sizes and all(jnp.issubdtype(x.dtype, jnp.floating) for x in (heads, k_pages, v_pages))
 
 
-def results(B: int, T: int, G: int, dtype, k_pages: Array, v_pages: Array, by_head: bool) -> list[jax.ShapeDtypeStruct]:
+def results(B: int, T: int, G: int, dtype, k_pages: Shaped, v_pages: Shaped, by_head: bool) -> list[jax.ShapeDtypeStruct]:
     """What a kernel writes: the turned queries, by kv head before or behind the tokens, and the pools."""
     K, D = k_pages.shape[2:]
     q = jax.ShapeDtypeStruct((B, K, T, G, D) if by_head else (B, T, K, G, D), dtype)
@@ -49,7 +51,7 @@ def rope_write(
     page: Int[Array, "B T"],
     slot: Int[Array, "B T"],
     *,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
     by_head: bool = False,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "P S K D"], Float[Array, "P S K D"]]:

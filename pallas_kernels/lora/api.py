@@ -13,13 +13,14 @@ from pallas_kernels import device
 from pallas_kernels.lora import reference, triton_gated, triton_shrink
 from pallas_kernels.lora.reference import Adapter
 from pallas_kernels.product.api import product, product_in_parts
+from pallas_kernels.shaped import Shaped
 
 __all__ = ["Adapter", "adapted_product", "add_adapter", "product_and_hidden"]
 
 
 def adapted_product(
     x: Float[Array, "B T I"], w: Float[Array, "I O"], adapter: Adapter, *, silu: bool = False
-) -> Float[Array, "B T O"]:
+) -> Float[Array, "B T out"]:
     """x @ w with an adapter; with `silu` the columns are gates and as many values: silu(gate) * value, [B, T, O / 2]."""
     if not _by_kernel(x, adapter, silu):
         return reference.add_adapter(x, product(x, w.astype(x.dtype)), adapter, silu=silu)
@@ -32,7 +33,7 @@ def adapted_product(
 
 def add_adapter(
     x: Float[Array, "B T I"], y: Float[Array, "B T O"], adapter: Adapter, *, silu: bool = False
-) -> Float[Array, "B T O"]:
+) -> Float[Array, "B T out"]:
     """`adapted_product` where the product y of x is there already: with a bias, or of quantised weights."""
     if not _by_kernel(x, adapter, silu):
         return reference.add_adapter(x, y, adapter, silu=silu)
@@ -53,7 +54,7 @@ def product_and_hidden(
     return x @ jnp.concatenate([w, a], 1)
 
 
-def _by_kernel(x: Array, adapter: Adapter, silu: bool) -> bool:
+def _by_kernel(x: Shaped, adapter: Adapter, silu: bool) -> bool:
     return isinstance(adapter.scale, float) and device.runs_triton() and triton_gated.serves(x, adapter.b, silu)
 
 
@@ -61,7 +62,7 @@ def _shrink(x: Float[Array, "B T I"], a: Float[Array, "I rank"]) -> Float[Array,
     return triton_shrink.lora_shrink(x, a) if triton_shrink.serves(x, a) else product_in_parts(x, a.astype(x.dtype))
 
 
-def _expand(y, hidden, adapter: Adapter, silu: bool) -> Float[Array, "B T O"]:
+def _expand(y, hidden, adapter: Adapter, silu: bool) -> Float[Array, "B T out"]:
     return triton_gated.gated_lora(
         y, hidden, adapter.b, adapter.gate, scale=adapter.scale, blocks=adapter.blocks, silu=silu
     )  # fmt: skip

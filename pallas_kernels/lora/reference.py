@@ -49,7 +49,7 @@ def gated_lora(
 
 def add_adapter(
     x: Float[Array, "*R I"], y: Float[Array, "*R O"], adapter: Adapter, *, silu: bool = False
-) -> Float[Array, "*R O"]:
+) -> Float[Array, "*R out"]:
     """`gated_lora` with hidden = x @ a on a product y of x; with `silu` the columns are gates and as many values, as for
     `product.reference.gate_values`."""
     y = gated_lora(y, x @ adapter.a.astype(x.dtype), adapter.b, adapter.gate, scale=adapter.scale)

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float
 
+from pallas_kernels.shaped import Shaped
 from pallas_kernels.tilings import MULTIPROCESSORS
 from pallas_kernels.triton_blocks import lookup, whole
 
@@ -53,14 +54,14 @@ def _columns(outputs: int) -> int:
     return next((c for c in (128, 64) if outputs % c == 0 and outputs // c >= MULTIPROCESSORS - 4), 32)
 
 
-def serves(x: Array, b: Array, silu: bool = False) -> bool:
+def serves(x: Shaped, b: Shaped, silu: bool = False) -> bool:
     """Whether the kernel takes the case: few rows, a rank of at least one tensor core tile, whole columns."""
     rows, unit = x.shape[0] * x.shape[1], COLUMNS * (1 + silu)
     return rows <= MOST_ROWS and _chunk(b.shape[0]) >= LEAST_CHUNK and b.shape[1] % unit == 0 and x.dtype == b.dtype
 
 
 def gated_lora(
-    y: Float[Array, "parts B T O"],
+    y: Float[Array, "parts B T columns"],
     hidden: Float[Array, "more_parts B T rank"] | None,
     b: Float[Array, "rank O"],
     gate: Bool[Array, "B T 1"],
@@ -69,7 +70,7 @@ def gated_lora(
     blocks: np.ndarray | None = None,
     silu: bool = False,
     interpret: bool = False,
-) -> Float[Array, "B T O"]:
+) -> Float[Array, "B T out"]:
     """y + scale · hidden @ b in the rows that `gate` opens, y in the others; what is not finite becomes 0.
 
     Args:

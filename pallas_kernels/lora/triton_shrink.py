@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
+from pallas_kernels.shaped import Shaped
 from pallas_kernels.triton_blocks import whole
 
 MOST_ROWS = 16  # with more the sum of the parts would cost what the cut gains
@@ -27,7 +28,7 @@ def _inputs(inputs: int) -> int:
     return 512 if inputs // 512 <= MOST_PARTS or inputs % 1024 else 1024
 
 
-def serves(x: Array, a: Array) -> bool:
+def serves(x: Shaped, a: Shaped) -> bool:
     """Whether the kernel takes the case: few rows, 16-bit numbers, whole tiles."""
     rows, (inputs, rank) = x.shape[0] * x.shape[1], a.shape
     return rows <= MOST_ROWS and inputs % 512 == 0 and rank % 16 == 0 and x.dtype == a.dtype and x.dtype.itemsize == 2

@@ -14,6 +14,7 @@ from pallas_kernels import device
 from pallas_kernels.product import reference
 from pallas_kernels.product.reference import add_up
 from pallas_kernels.product.table import MEASURED
+from pallas_kernels.shaped import Shaped
 from pallas_kernels.tilings import NORM_ROWS, product_parts
 
 __all__ = ["Adder", "add_up", "gated_product", "product", "product_in_parts"]
@@ -35,7 +36,7 @@ def _kernel():
     return skinny_product if skinny_product.AVAILABLE else None
 
 
-def measured_tiling(x: Array, w: Array):
+def measured_tiling(x: Shaped, w: Shaped):
     """The kernel's tiling for x [*R, I] @ w [I, O] on the default device; None: XLA."""
     rows = math.prod(x.shape[:-1])
     measured = next((r for r in ROWS if 0 < rows <= r), None)
@@ -91,7 +92,7 @@ def product_in_parts(x: Float[Array, "B T I"], w: Float[Array, "I O"], adder: Ad
     return product(x, w)[None]
 
 
-def gated_product(x: Float[Array, "*R I"], w: Float[Array, "I 2F"]) -> Float[Array, "*R F"]:
+def gated_product(x: Float[Array, "*R I"], w: Float[Array, "I twice_F"]) -> Float[Array, "*R F"]:
     """silu(gate) * value of the columns of x @ w, gates first: in one kernel where the table of measurements has it."""
     tiling = measured_tiling(x, w)
     if tiling is None or not tiling.gates(x.size // x.shape[-1], *w.shape):

@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import device
+from pallas_kernels.shaped import Shaped
 
 AVAILABLE = hasattr(plgpu, "InterpretGPUParams")  # the API as of jax 0.11
 SMEM_BYTES = 227 * 1024  # what a program may use on Hopper
@@ -100,7 +101,7 @@ def tokens_of(rows: int) -> int:
     return next(t for t in ROWS if rows <= t)
 
 
-def serves(x: Array, w: Array) -> bool:
+def serves(x: Shaped, w: Shaped) -> bool:
     """Whether the kernel takes such operands: 16-bit floats of one type."""
     return x.dtype == w.dtype and x.dtype in (jnp.bfloat16, jnp.float16) and w.ndim == 2
 

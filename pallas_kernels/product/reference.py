@@ -24,12 +24,12 @@ def add_up(parts: Float[Array, "parts *R O"], dtype) -> Float[Array, "*R O"]:
     return parts[0] if parts.shape[0] == 1 else parts.sum(0).astype(dtype)
 
 
-def gate_values(y: Float[Array, "*R 2F"]) -> Float[Array, "*R F"]:
+def gate_values(y: Float[Array, "*R twice_F"]) -> Float[Array, "*R F"]:
     """silu(gate) * value of a product that holds gates, then values."""
     gate, value = jnp.split(y, 2, axis=-1)
     return jax.nn.silu(gate) * value
 
 
-def gated_product(x: Float[Array, "*R I"], w: Float[Array, "I 2F"]) -> Float[Array, "*R F"]:
+def gated_product(x: Float[Array, "*R I"], w: Float[Array, "I twice_F"]) -> Float[Array, "*R F"]:
     """`gate_values` of x @ w."""
     return gate_values(product(x, w))

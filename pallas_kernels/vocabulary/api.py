@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import device
+from pallas_kernels.shaped import Shaped
 from pallas_kernels.vocabulary import reference, triton
 
 
@@ -28,7 +29,7 @@ def top_k_probabilities(logits: Float[Array, "*R V"], k: int) -> tuple[Float[Arr
     return jnp.exp(best - best[..., :1]) / mass, where
 
 
-def _by_kernel(values: Array, k: int) -> bool:
+def _by_kernel(values: Shaped, k: int) -> bool:
     return k > 1 and device.runs_triton() and triton.serves(values, k)
 
 

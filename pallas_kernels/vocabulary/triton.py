@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.shaped import Shaped
 from pallas_kernels.tilings import MULTIPROCESSORS
 from pallas_kernels.triton_blocks import whole
 
@@ -19,7 +20,7 @@ CHUNK = 4096  # values of a program
 NONE = 2**31 - 1  # the index of what has been taken
 
 
-def serves(values: Array, k: int) -> bool:
+def serves(values: Shaped, k: int) -> bool:
     """Whether the kernels take the case: float32, a few of many."""
     return k <= MOST and values.shape[-1] >= 2048 and values.dtype == jnp.float32
 

@@ -1,6 +1,7 @@
 """Tensor readers: every type, lazily, and what they say about files that are not what they should be."""
 
 import json
+import tracemalloc
 import zipfile
 
 import ml_dtypes
@@ -40,12 +41,18 @@ def test_safetensors_agrees_with_the_library(tmp_path):
         }
 
 
-def test_reading_maps_the_file(tmp_path):
-    save_safetensors(tmp_path / "model.safetensors", {"a": sample(np.float32)})
-    view = SafetensorsReader([tmp_path / "model.safetensors"]).read("a")
-    while not isinstance(view, np.memmap):
-        view = view.base
-    assert not view.flags.writeable
+def test_only_what_is_asked_for_is_read(tmp_path):
+    size = 1 << 20
+    types = {"a": np.uint8, "b": np.uint8, "c": ml_dtypes.float8_e4m3fn}
+    save_safetensors(tmp_path / "model.safetensors", {name: np.zeros(size, dtype) for name, dtype in types.items()})
+    tracemalloc.start()
+    source = SafetensorsReader([tmp_path / "model.safetensors"])
+    source.read("c")  # a view
+    opened = tracemalloc.get_traced_memory()[1]
+    source.read("b")
+    read = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert opened < size / 4 and size <= read < 1.25 * size
 
 
 @pytest.mark.parametrize(
@@ -56,6 +63,8 @@ def test_reading_maps_the_file(tmp_path):
         (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', b"12345678", "needs 8 bytes, has 4"),
         (b'{"a":{"dtype":"F33","shape":[2],"data_offsets":[0,8]}}', b"12345678", "'a' has type F33"),
         (b'{"a":{"shape":[2]}}', b"", "malformed header entry of tensor 'a'"),
+        (b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}}', b"1234", "is not a safetensors file .*offset"),
+        (b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}', b"1234", "is not a safetensors file"),
     ],
 )
 def test_damaged_safetensors(header, data, message, tmp_path):

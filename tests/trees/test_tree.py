@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 
+from jaxspec.models.layers import gated as activated
 from jaxspec.trees.tree import (
     candidate_parents,
     chain,
@@ -17,6 +19,7 @@ from jaxspec.trees.tree import (
     select_candidates,
     unpack_bits,
 )
+from pallas_kernels.product.api import product
 from pallas_kernels.vocabulary.api import top_k, top_k_probabilities
 
 NODES, DEPTH = 8, 4
@@ -231,9 +234,19 @@ def test_nan_scores_give_a_sound_tree():
     assert_sound(tree)
 
 
-def test_shapes_are_checked_in_tests():
-    with pytest.raises(TypeError):
-        chain(jnp.zeros((2, 3, 4), jnp.int32))
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: chain(jnp.zeros((2, 3, 4), jnp.int32)),
+        lambda: activated(jnp.zeros((2, 3), jnp.int32), {}, "silu"),
+        lambda: product(jnp.zeros((2, 3)), jnp.zeros((4, 5))),
+    ],
+    ids=["trees", "models", "kernels"],
+)
+def test_shapes_are_checked_in_tests(call):
+    pytest.importorskip("beartype")
+    with pytest.raises(TypeCheckError):
+        call()
 
 
 @pytest.mark.parametrize(("size", "k"), [(50, 3), (5000, 3), (5000, 1), (5000, 9)])

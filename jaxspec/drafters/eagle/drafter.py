@@ -104,13 +104,13 @@ class EagleDrafter(Drafter):
         pools = init_layers(c.num_layers, num_pages, page_size, c.num_kv_heads, c.head_dim, c.head_dim, dtype)
         return EagleState(pools, jnp.zeros((batch, c.hidden_size), eagle_model.compute_dtype(params)))
 
-    def prefill(self, params, state, ctx: RoundContext, tokens, following, features, n_valid) -> EagleState:
+    def prefill(self, params, state, ctx: RoundContext, tokens, following, features, n_valid):
         """Feeds the chunk's pairs: its tokens shifted by one, the token behind the chunk last."""
         order = jnp.arange(tokens.shape[1])[None]
         shifted = jnp.where(order == n_valid[:, None] - 1, following[:, :1], jnp.roll(tokens, -1, axis=1))
         return self.feed(params, state, ctx, shifted, features, n_valid)
 
-    def update(self, params, state, ctx: RoundContext, accepted, features, n_accepted) -> EagleState:
+    def update(self, params, state, ctx: RoundContext, accepted, features, n_accepted):
         """Draft extend: the pairs that the round committed."""
         return self.feed(params, state, ctx, accepted, features, n_accepted)
 

@@ -21,18 +21,14 @@ from jaxspec.drafters.ngram.corpus import SEPARATOR, Corpus
 from jaxspec.drafters.ngram.hash import FACTORS, bucket, extend, mix
 from jaxspec.drafters.ngram.match import suffix_tokens
 from jaxspec.drafters.ngram.trie import breadths
+from jaxspec.pytree import pytree
 from jaxspec.trees.tree import DraftTree, from_parents
 
 HOPS = 8
 """Nodes of a chain that are looked at. With two buckets a node, at most one node in a hundred million stands further back."""
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["key", "table", "next", "token", "share", "children", "child_count"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
+@pytree()
 class TrieArrays:
     """A trie of at most M - 1 nodes, read-only and shared by all sequences. Node 0 is the root.
 
@@ -55,21 +51,19 @@ class TrieArrays:
     child_count: Int[Array, " M"]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["tokens", "order", "size"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@pytree()
 class CorpusArrays:
     """A corpus, read-only and shared by all sequences: see `ngram_corpus`. M is a power of two, so that shapes are few.
 
     The first `size` entries of `order` are the places that a token follows, sorted by the text that ends there.
     """
 
-    tokens: Int[Array, " M"]
-    order: Int[Array, " M"]
-    size: Int[Array, ""]
+    tokens: Int[Array | np.ndarray, " M"]
+    order: Int[Array | np.ndarray, " M"]
+    size: Int[Array | np.ndarray, ""]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["trie", "corpora"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@pytree()
 class HistoryArrays:
     """What a history holds, read-only and shared by all sequences: the parameters of an NGRAM drafter."""
 
@@ -77,8 +71,7 @@ class HistoryArrays:
     corpora: tuple[CorpusArrays, ...]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["token", "path", "above", "valid"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@pytree()
 class Candidates:
     """Nodes that could enter the tree, in order of preference; a parent stands before its children.
 

@@ -50,7 +50,9 @@ def blocks_of_columns(config: UnoConfig, product: tuple[str, str]) -> np.ndarray
     return np.array([changed.index(m) if m in changed else -1 for m in modules])
 
 
-def adapted(target: dict, adapter: dict, scale: float, gate: Bool[Array, "B T 1"], config: UnoConfig | None = None) -> dict:
+def adapted(
+    target: dict, adapter: dict, scale: float | Array, gate: Bool[Array, "B T 1"], config: UnoConfig | None = None
+) -> dict:
     """The target's tree with the adapter beside its kernels, for the rows that `gate` opens; nothing is copied or merged.
 
     With its `config` a kernel may leave out the zeros in ``b``.
