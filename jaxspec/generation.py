@@ -33,9 +33,17 @@ class Call:
     """
 
     def __init__(
-        self, params, requests: Sequence[Request], chosen: Speculation, *, page_size: int, prefill_chunk: int | None,
-        prefill_attention: str, rounds: int, begun: float,
-    ):  # fmt: skip
+        self,
+        params,
+        requests: Sequence[Request],
+        chosen: Speculation,
+        *,
+        page_size: int,
+        prefill_chunk: int | None,
+        prefill_attention: str,
+        rounds: int,
+        begun: float,
+    ):
         self.params, self.requests, self.chosen, self.rounds, self.begun = params, requests, chosen, rounds, begun
         self.page_size = page_size
         self.drafter = chosen.program.drafter
@@ -49,18 +57,21 @@ class Call:
         self.pages = sum(pages_for(n + slack, page_size) for n in positions)
         self.long = sizes.prefill_attention(config, dtype, prefill_attention)
         self.limits = Limits(
-            buckets=sizes.buckets_for(len(requests)), **sizes.program_sizes(self.long, prefill_chunk),
-            max_len=sizes.capacity_for(max(positions), config.max_positions), total_pages=self.pages, page_size=page_size,
-            max_accept=self.drafter.max_accept, slack=slack, key_lookahead=self.drafter.key_lookahead,
+            buckets=sizes.buckets_for(len(requests)),
+            **sizes.program_sizes(self.long, prefill_chunk),
+            max_len=sizes.capacity_for(max(positions), config.max_positions),
+            total_pages=self.pages,
+            page_size=page_size,
+            max_accept=self.drafter.max_accept,
+            slack=slack,
+            key_lookahead=self.drafter.key_lookahead,
             separate_blocks=self.drafter.separate_blocks,
-        )  # fmt: skip
+        )
 
     def __iter__(self) -> Iterator[tuple[int, Answer]]:
         """Runs the requests."""
         chosen, index = self.chosen, {r.rid: i for i, r in enumerate(self.requests)}
-        with kept.lent(
-            self.params, chosen.draft_tree, chosen.program, page_size=self.page_size, pages=self.pages
-        ) as memory:  # fmt: skip
+        with kept.lent(self.params, chosen.draft_tree, chosen.program, page_size=self.page_size, pages=self.pages) as memory:
             limits = dataclasses.replace(self.limits, total_pages=memory.num_pages - 1)
             depth = 1 if sizes.platform() == "cpu" else 2  # on a CPU a launch takes the cores that would prepare the next
             config = SchedulerConfig.closed(self.rounds, depth)
@@ -95,15 +106,36 @@ class Call:
     def result(self, i: int) -> GenerationResult:
         """The result of an answer that has ended."""
         return result_of(
-            self.requests[i], self.answers[i], self.drafter, self.chosen.spec, self.params.tokenizer, first=self.first[i],
-            all_first=max(self.first), ended=self.ended[i], all_ended=max(self.ended), compile_seconds=self.compile_seconds,
-        )  # fmt: skip
+            self.requests[i],
+            self.answers[i],
+            self.drafter,
+            self.chosen.spec,
+            self.params.tokenizer,
+            first=self.first[i],
+            all_first=max(self.first),
+            ended=self.ended[i],
+            all_ended=max(self.ended),
+            compile_seconds=self.compile_seconds,
+        )
 
 
 def open_call(
-    params, prompt, begun: float, rounds: int | None, *, draft, algorithm, num_steps, topk, num_draft_tokens, spec, page_size,
-    prefill_chunk, prefill_attention, **request: Any,
-) -> tuple[Call, bool]:  # fmt: skip
+    params,
+    prompt,
+    begun: float,
+    rounds: int | None,
+    *,
+    draft,
+    algorithm,
+    num_steps,
+    topk,
+    num_draft_tokens,
+    spec,
+    page_size,
+    prefill_chunk,
+    prefill_attention,
+    **request: Any,
+) -> tuple[Call, bool]:
     """Checks the arguments of `generate` and makes a `Call` of them; `rounds` between two reports, None chooses.
 
     Returns:
@@ -120,9 +152,15 @@ def open_call(
     if rounds is None:
         rounds = STOP_ROUNDS if any(r.stop for r in requests) else UNBOUNDED
     call = Call(
-        params, requests, chosen, page_size=page_size, prefill_chunk=prefill_chunk, prefill_attention=prefill_attention,
-        rounds=rounds, begun=begun,
-    )  # fmt: skip
+        params,
+        requests,
+        chosen,
+        page_size=page_size,
+        prefill_chunk=prefill_chunk,
+        prefill_attention=prefill_attention,
+        rounds=rounds,
+        begun=begun,
+    )
     return call, single
 
 
@@ -198,13 +236,36 @@ def generate(
       NotANumber: the model's activations for a prompt became NaN; the message names its index.
     """
     call, single = open_call(
-        params, prompt, time.perf_counter(), None, draft=draft, algorithm=algorithm, num_steps=num_steps, topk=topk,
-        num_draft_tokens=num_draft_tokens, spec=spec, max_new_tokens=max_new_tokens, sampling=sampling,
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, min_new_tokens=min_new_tokens,
-        logit_bias=logit_bias, seed=seed, stop=stop, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos, chat=chat,
-        page_size=page_size, prefill_chunk=prefill_chunk, prefill_attention=prefill_attention,
-    )  # fmt: skip
+        params,
+        prompt,
+        time.perf_counter(),
+        None,
+        draft=draft,
+        algorithm=algorithm,
+        num_steps=num_steps,
+        topk=topk,
+        num_draft_tokens=num_draft_tokens,
+        spec=spec,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        min_new_tokens=min_new_tokens,
+        logit_bias=logit_bias,
+        seed=seed,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=ignore_eos,
+        chat=chat,
+        page_size=page_size,
+        prefill_chunk=prefill_chunk,
+        prefill_attention=prefill_attention,
+    )
     for _ in call:
         pass
     results = [call.result(i) for i in range(len(call.requests))]
@@ -257,14 +318,36 @@ def stream(
       ConfigError: as `generate`.
     """
     call, _ = open_call(
-        params, prompt, time.perf_counter(), whole_number("rounds_per_chunk", rounds_per_chunk, 1), draft=draft,
-        algorithm=algorithm, num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens, spec=spec,
-        max_new_tokens=max_new_tokens, sampling=sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-        min_new_tokens=min_new_tokens, logit_bias=logit_bias, seed=seed, stop=stop, stop_token_ids=stop_token_ids,
-        ignore_eos=ignore_eos, chat=chat, page_size=page_size, prefill_chunk=prefill_chunk,
+        params,
+        prompt,
+        time.perf_counter(),
+        whole_number("rounds_per_chunk", rounds_per_chunk, 1),
+        draft=draft,
+        algorithm=algorithm,
+        num_steps=num_steps,
+        topk=topk,
+        num_draft_tokens=num_draft_tokens,
+        spec=spec,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        min_new_tokens=min_new_tokens,
+        logit_bias=logit_bias,
+        seed=seed,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=ignore_eos,
+        chat=chat,
+        page_size=page_size,
+        prefill_chunk=prefill_chunk,
         prefill_attention=prefill_attention,
-    )  # fmt: skip
+    )
     return chunks(call)
 
 

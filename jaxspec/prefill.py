@@ -22,18 +22,31 @@ from pallas_kernels.attention.rows import Library
 
 @partial(jax.jit, static_argnames=("program", "chunk", "fresh", "ends"), donate_argnames="state")
 def prefill_chunk(
-    params: dict, draft_params: Any, state: RoundState, continued: Bool[Array, " B"] | None = None, *, program: Program,
-    chunk: int, fresh: Library | None = None, ends: int | None = None,
-) -> RoundState:  # fmt: skip
+    params: dict,
+    draft_params: Any,
+    state: RoundState,
+    continued: Bool[Array, " B"] | None = None,
+    *,
+    program: Program,
+    chunk: int,
+    fresh: Library | None = None,
+    ends: int | None = None,
+) -> RoundState:
     """`prefill_step` as one program."""
     with decoder.full_precision(params):
         return prefill_step(program, params, draft_params, state, chunk, fresh, continued, ends)
 
 
 def prefill_step(
-    program: Program, params: dict, draft_params: Any, state: RoundState, chunk: int, fresh: Library | None = None,
-    continued: Bool[Array, " B"] | None = None, ends: int | None = None,
-) -> RoundState:  # fmt: skip
+    program: Program,
+    params: dict,
+    draft_params: Any,
+    state: RoundState,
+    chunk: int,
+    fresh: Library | None = None,
+    continued: Bool[Array, " B"] | None = None,
+    ends: int | None = None,
+) -> RoundState:
     """Takes in the next `chunk` positions of every row that still has some; one whose prompt ends there gets its first token.
 
     A row begins at its own committed length. Shorter rests are padded on the right: padded rows write nothing. One text may
@@ -56,9 +69,18 @@ def prefill_step(
     last, taps = jnp.maximum(n_valid - 1, 0)[:, None], program.drafter.taps
     only_last = all(0 <= tap < config.num_layers for tap in taps)
     out = paged_forward(
-        params, config, decoder.embed(params, config, tokens), state.cache.layers, table, length, positions, valid,
-        taps=taps, fresh=fresh, rows=last if only_last else None,
-    )  # fmt: skip
+        params,
+        config,
+        decoder.embed(params, config, tokens),
+        state.cache.layers,
+        table,
+        length,
+        positions,
+        valid,
+        taps=taps,
+        fresh=fresh,
+        rows=last if only_last else None,
+    )
 
     hidden = out.hidden if only_last else jnp.take_along_axis(out.hidden, last[..., None], 1)
     broken = (n_valid > 0) & not_numbers(hidden)
@@ -75,9 +97,14 @@ def prefill_step(
 
 
 def first_tokens(
-    program: Program, params: dict, state: RoundState, hidden: Float[Array, "B 1 E"], roots: Int[Array, " B"],
-    emits: Bool[Array, " B"], ends: int | None,
-) -> Int[Array, " B"]:  # fmt: skip
+    program: Program,
+    params: dict,
+    state: RoundState,
+    hidden: Float[Array, "B 1 E"],
+    roots: Int[Array, " B"],
+    emits: Bool[Array, " B"],
+    ends: int | None,
+) -> Int[Array, " B"]:
     """What the target chooses behind the last prompt token, for at most `ends` rows that emit; 0 for the others."""
     batch, tokens, sampling = hidden.shape[0], state.tokens, state.sampling.at_class(program.sampling)
     fill, prompt_length, keys = state.fill, state.prompt_length, state.keys

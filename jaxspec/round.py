@@ -225,10 +225,18 @@ def verify(
     positions = length[:, None] + tree.depth
     with jax.named_scope("target"):
         out = paged_forward(
-            params, program.config, decoder.embed(params, program.config, tree.tokens), state.cache.layers, table, length,
-            positions, tree.valid, inflight_positions=jnp.where(tree.valid, positions, -1),
-            visible=None if tree.is_chain else tree.ancestors, taps=program.drafter.taps,
-        )  # fmt: skip
+            params,
+            program.config,
+            decoder.embed(params, program.config, tree.tokens),
+            state.cache.layers,
+            table,
+            length,
+            positions,
+            tree.valid,
+            inflight_positions=jnp.where(tree.valid, positions, -1),
+            visible=None if tree.is_chain else tree.ancestors,
+            taps=program.drafter.taps,
+        )
     with jax.named_scope("head"):
         logits = decoder.unembed(params, program.config, out.hidden, exact=True)
     with jax.named_scope("accept"):

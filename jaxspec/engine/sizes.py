@@ -37,9 +37,12 @@ def program_sizes(long: Library | None, chunk: int | None = None) -> dict[str, A
     if chunk is not None:
         sizes = () if long is None else (chunk,)
     return {
-        "prefill_sizes": SIZES[platform()], "block": chunk or BLOCK[platform()], "long_sizes": sizes,
-        "long_anywhere": over_pages, "max_ends": ENDS,
-    }  # fmt: skip
+        "prefill_sizes": SIZES[platform()],
+        "block": chunk or BLOCK[platform()],
+        "long_sizes": sizes,
+        "long_anywhere": over_pages,
+        "max_ends": ENDS,
+    }
 
 
 def platform() -> str:

@@ -27,9 +27,18 @@ class Filling:
 
 def limits(**changes) -> Limits:
     settings = dict(
-        buckets=(1,), prefill_sizes=SIZES, block=64, long_sizes=LONG_SIZES, max_len=1 << 17, total_pages=1,
-        page_size=16, max_accept=1, slack=1, key_lookahead=0, max_ends=sizes.ENDS,
-    )  # fmt: skip
+        buckets=(1,),
+        prefill_sizes=SIZES,
+        block=64,
+        long_sizes=LONG_SIZES,
+        max_len=1 << 17,
+        total_pages=1,
+        page_size=16,
+        max_accept=1,
+        slack=1,
+        key_lookahead=0,
+        max_ends=sizes.ENDS,
+    )
     return Limits(**{**settings, **changes})
 
 
@@ -71,9 +80,13 @@ def test_a_program_is_at_most_a_third_padding(blocks, most):
 
 @settings(deadline=None)
 @given(
-    st.lists(st.integers(1, 9000), min_size=1, max_size=40), st.sampled_from([64, 512, 8192]), st.booleans(), st.booleans(),
-    st.booleans(), st.booleans(),
-)  # fmt: skip
+    st.lists(st.integers(1, 9000), min_size=1, max_size=40),
+    st.sampled_from([64, 512, 8192]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
 def test_prompts_are_taken_in_whole_with_little_padding(fills, budget, allow_long, separate, long, anywhere):
     """Pass after pass: every position once and in order, at most a third of what is launched is padded blocks."""
     bounds = limits(separate_blocks=separate, long_sizes=LONG_SIZES if long else (), long_anywhere=anywhere)

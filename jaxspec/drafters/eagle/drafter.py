@@ -198,9 +198,15 @@ class EagleDrafter(Drafter):
 
         probs, ids = self.best(params, ctx, state.hidden, k)
         tree, (layers, _) = grow(
-            ctx.bonus, probs, ids, expand, (state.layers, state.hidden[:, None]),
-            num_steps=self.num_steps, topk=k, num_draft_tokens=self.num_draft_tokens,
-        )  # fmt: skip
+            ctx.bonus,
+            probs,
+            ids,
+            expand,
+            (state.layers, state.hidden[:, None]),
+            num_steps=self.num_steps,
+            topk=k,
+            num_draft_tokens=self.num_draft_tokens,
+        )
         return tree, layers
 
     def grow_static(self, params, state: EagleState, ctx: RoundContext) -> tuple[DraftTree, tuple[LayerKV, ...]]:
@@ -212,9 +218,7 @@ class EagleDrafter(Drafter):
             return self.best(params, ctx, out, ranks)[1], aux
 
         _, first = self.best(params, ctx, state.hidden, ranks)
-        tree, (layers, _) = grow_static(
-            ctx.bonus, first, expand, (state.layers, state.hidden[:, None]), self.static_tree
-        )  # fmt: skip
+        tree, (layers, _) = grow_static(ctx.bonus, first, expand, (state.layers, state.hidden[:, None]), self.static_tree)
         return tree, layers
 
     def grow_sampled(self, params, state: EagleState, ctx: RoundContext) -> tuple[DraftTree, tuple[LayerKV, ...]]:
@@ -228,10 +232,16 @@ class EagleDrafter(Drafter):
             return self.logits(params, ctx, out[:, 0]), aux
 
         tree, (layers, _) = sampled_chain(
-            ctx.bonus, self.logits(params, ctx, state.hidden), extend, (state.layers, state.hidden[:, None]), ctx.keys,
-            ctx.sampling, num_steps=self.num_steps, vocab_size=ctx.config.vocab_size,
+            ctx.bonus,
+            self.logits(params, ctx, state.hidden),
+            extend,
+            (state.layers, state.hidden[:, None]),
+            ctx.keys,
+            ctx.sampling,
+            num_steps=self.num_steps,
+            vocab_size=ctx.config.vocab_size,
             target_ids=params["target_ids"] if self.draft.reduced_vocab else None,
-        )  # fmt: skip
+        )
         return tree, layers
 
 
