@@ -45,7 +45,7 @@ class EagleDrafter(Drafter):
     The key/value entries that a beam sees are those of its own ancestors, as in EAGLE's own code and as heads are
     trained. SGLang instead keeps one scratch column per beam index, so that after a re-selection a beam may read the
     entries of a branch it does not continue. Answers are the same (verification is exact); accepted lengths differ by
-    little, since the best path mostly stays in column 0: `benchmarks/eagle_ancestors.py` measures -0.3 to +0.4 %.
+    little, since the best path mostly stays in column 0 (-0.3 to +0.4 %, `benchmarks/results/eagle_ancestors.md`).
 
     Attributes:
       draft: the head.
@@ -53,7 +53,6 @@ class EagleDrafter(Drafter):
       window, sink: how far back the head attends, and how many leading positions it sees regardless; None for all.
       sampled: draw chains from the draft's distribution and keep it, for rejection sampling and block verification.
       static_tree: EAGLE-1's fixed tree in place of the dynamic one.
-      column_beams: SGLang's scratch columns, for the measurement named above.
     """
 
     draft: EagleConfig
@@ -64,7 +63,6 @@ class EagleDrafter(Drafter):
     sink: int = 0
     sampled: bool = False
     static_tree: StaticTree | None = None
-    column_beams: bool = False
 
     @property
     def name(self) -> str:
@@ -189,9 +187,6 @@ class EagleDrafter(Drafter):
         k = self.topk
 
         def expand(level: int, tokens, parent, visible, aux):
-            if self.column_beams:
-                own = jnp.tile(jnp.eye(k, dtype=bool), (1, level + 1))
-                visible = pack_bits(jnp.broadcast_to(own, (tokens.shape[0], *own.shape)))
             levels = tuple(i for i in range(level + 1) for _ in range(k))
             out, aux = self.level(params, ctx, level, tokens, parent, visible, levels, aux)
             return *self.best(params, ctx, out, k), aux
