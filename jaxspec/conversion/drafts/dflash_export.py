@@ -84,7 +84,7 @@ def export_dflash(config: DFlashConfig, shape_keys: dict[str, Any]) -> tuple[lis
 
     Args:
       config: the draft.
-      shape_keys: the keys that describe its layers, as `jaxspec.conversion.export.common_keys` gives them.
+      shape_keys: the keys that describe its layers, as `jaxspec.conversion.targets.hf_export.common_keys` gives them.
 
     Raises:
       ConversionError: masks or windows that no published format can say.

@@ -32,7 +32,7 @@ def export_eagle(config: EagleConfig, shape_keys: dict[str, Any]) -> tuple[list[
 
     Args:
       config: the head.
-      shape_keys: the keys that describe its layers, as `jaxspec.conversion.export.common_keys` gives them.
+      shape_keys: the keys that describe its layers, as `jaxspec.conversion.targets.hf_export.common_keys` gives them.
 
     Raises:
       ConversionError: a head that was cut by a token map, which no published format has.

@@ -65,7 +65,7 @@ def export_alone(config: MtpConfig, shape_keys: dict[str, Any]) -> tuple[list[Ru
 
     Args:
       config: the layers.
-      shape_keys: the keys that describe them, as `jaxspec.conversion.export.common_keys` gives them.
+      shape_keys: the keys that describe them, as `jaxspec.conversion.targets.hf_export.common_keys` gives them.
 
     Raises:
       ConversionError: layers that their family's format cannot hold.
