@@ -42,10 +42,27 @@ from jaxspec.training import data as training_data
 
 SETS = ("mt_bench", "gsm8k", "humaneval")
 ROWS = (
-    "eagle3 5/4/8", "eagle3 3/1/4", "eagle3 2/1/3", "dflash -/4/16", "dspark -/4/16", "dspark", "eagle 5/4/8", "eagle 3/1/4",
-    "mtp 3/1/4", "uno 7/4/16", "uno -/1/8", "ngram 12", "standalone 3/1/4", "dflash", "eagle3 3/4/16", "eagle3 5/8/64",
-    "uno 7/4/32", "dflash -/4/32", "mtp 5/4/8", "standalone 5/4/8",
-)  # fmt: skip
+    "eagle3 5/4/8",
+    "eagle3 3/1/4",
+    "eagle3 2/1/3",
+    "dflash -/4/16",
+    "dspark -/4/16",
+    "dspark",
+    "eagle 5/4/8",
+    "eagle 3/1/4",
+    "mtp 3/1/4",
+    "uno 7/4/16",
+    "uno -/1/8",
+    "ngram 12",
+    "standalone 3/1/4",
+    "dflash",
+    "eagle3 3/4/16",
+    "eagle3 5/8/64",
+    "uno 7/4/32",
+    "dflash -/4/32",
+    "mtp 5/4/8",
+    "standalone 5/4/8",
+)
 """The most telling first, for a run that may have to stop early."""
 
 
@@ -166,20 +183,31 @@ def measure(args) -> None:
     )
     stored = accept_report.read(args.json) if args.json else []
     common = {
-        "model": Path(args.target).name, "platform": jax.default_backend(), "device": device_name(),
-        "dtype": str(params.tree["embedder"]["embedding"].dtype), "new_tokens": args.new_tokens, "batch": args.batch,
-        "asked_prompts": args.prompts, "asked_timed": args.timed_prompts, "share": args.share,
+        "model": Path(args.target).name,
+        "platform": jax.default_backend(),
+        "device": device_name(),
+        "dtype": str(params.tree["embedder"]["embedding"].dtype),
+        "new_tokens": args.new_tokens,
+        "batch": args.batch,
+        "asked_prompts": args.prompts,
+        "asked_timed": args.timed_prompts,
+        "share": args.share,
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
         "command": " ".join(["python", "benchmarks/accept_lengths.py", *args.shown]),
-    }  # fmt: skip
+    }
     ids = {name: head_id(draft) for name, draft in params.drafts.items()}
 
     def described(row, name: str, temperature: float) -> dict:
         tree = dict(zip(("num_steps", "topk", "num_draft_tokens"), row.tree, strict=True))
         return {
-            **common, "row": row.name, "head": row.head, **tree, "head_id": ids.get(row.head, ""), "set": name,
+            **common,
+            "row": row.name,
+            "head": row.head,
+            **tree,
+            "head_id": ids.get(row.head, ""),
+            "set": name,
             "temperature": temperature,
-        }  # fmt: skip
+        }
 
     done = {accept_report.key(r) for r in stored}
     rows = []

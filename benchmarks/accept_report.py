@@ -26,9 +26,20 @@ KEY = (
 )
 """What makes a figure another figure."""
 SPEED = {
-    "asked_timed", "timed_prompts", "plain_tokens_per_second", "tokens_per_second", "speedup", "median_speedup",
-    "plain_round_ms", "round_ms", "timed_accept_length", "repeats", "same_tokens", "shares", "timed_command",
-}  # fmt: skip
+    "asked_timed",
+    "timed_prompts",
+    "plain_tokens_per_second",
+    "tokens_per_second",
+    "speedup",
+    "median_speedup",
+    "plain_round_ms",
+    "round_ms",
+    "timed_accept_length",
+    "repeats",
+    "same_tokens",
+    "shares",
+    "timed_command",
+}
 """What a row says of speed."""
 BEGIN, END = "<!-- accept lengths -->", "<!-- /accept lengths -->"
 """Marks in README between which the tables stand."""

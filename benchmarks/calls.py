@@ -62,9 +62,11 @@ class Bench:
             self.target.tokenizer = Tokenizer(args.tokenizer.read_text())
         draft = None if args.draft == "none" else shapes.random_draft(args.draft, self.target.config, args.dtype)
         steps, topk, nodes = args.tree
-        self.how = {"algorithm": "none"} if draft is None else {
-            "draft": draft, "num_steps": steps, "topk": topk, "num_draft_tokens": nodes
-        }  # fmt: skip
+        self.how = (
+            {"algorithm": "none"}
+            if draft is None
+            else {"draft": draft, "num_steps": steps, "topk": topk, "num_draft_tokens": nodes}
+        )
         self.rng = np.random.default_rng(0)
         self.rows: list[dict] = []
 
@@ -97,9 +99,13 @@ class Bench:
                         parts.append(stats.prefill_seconds + stats.decode_seconds)
                         first.append(statistics.median(r.stats.time_to_first_token for r in results))
             self.add(
-                part="calls", batch=size, wall_ms=statistics.median(wall) * 1e3, first_token_ms=statistics.median(first) * 1e3,
-                wall_over_parts=sum(wall) / sum(parts), beyond_parts_ms=statistics.median(np.subtract(wall, parts)) * 1e3,
-            )  # fmt: skip
+                part="calls",
+                batch=size,
+                wall_ms=statistics.median(wall) * 1e3,
+                first_token_ms=statistics.median(first) * 1e3,
+                wall_over_parts=sum(wall) / sum(parts),
+                beyond_parts_ms=statistics.median(np.subtract(wall, parts)) * 1e3,
+            )
         mixed = [self.prompt(int(n)) for n in np.linspace(60, 750, 8)]
         one = self.prompt(sum(map(len, mixed)))
         hundred = self.prompt(100)
@@ -134,9 +140,13 @@ class Bench:
                 programs[number >= len(order) // 2] |= {(f.__name__, key) for f, key in memory.executables}
         counts = [{kind: sum(n == kind for n, _ in found) for kind in sorted({n for n, _ in found})} for found in programs]
         self.add(
-            part="programs", first_half=halves[0], second_half=halves[1], programs=counts[0],
-            more_in_second_half=len(programs[1] - programs[0]), wall_seconds=time.perf_counter() - begun,
-        )  # fmt: skip
+            part="programs",
+            first_half=halves[0],
+            second_half=halves[1],
+            programs=counts[0],
+            more_in_second_half=len(programs[1] - programs[0]),
+            wall_seconds=time.perf_counter() - begun,
+        )
 
     def stream(self) -> None:
         """One round a chunk."""
@@ -156,16 +166,22 @@ class Bench:
     def rows_at(self, batch: int, context: int, capacity: int):
         """A `Batch` behind `context` random tokens with a table of `capacity` positions."""
         rows = open_batch(
-            self.target, [self.prompt(8) for _ in range(batch)], max_new_tokens=8, ignore_eos=True, capacity=capacity,
+            self.target,
+            [self.prompt(8) for _ in range(batch)],
+            max_new_tokens=8,
+            ignore_eos=True,
+            capacity=capacity,
             **self.how,
-        )  # fmt: skip
+        )
         state = at_context(fill_pools(rows.state), context, self.rng.integers(0, 64, (batch, context + 1)))
         pages = state.cache.page_table.shape[1]
         table = jnp.arange(1, 1 + batch * pages, dtype=jnp.int32).reshape(batch, pages)
         rows.state = dataclasses.replace(
-            state, limit=jnp.full_like(state.limit, capacity), capacity=jnp.full_like(state.capacity, pages * 16),
+            state,
+            limit=jnp.full_like(state.limit, capacity),
+            capacity=jnp.full_like(state.capacity, pages * 16),
             cache=dataclasses.replace(state.cache, page_table=table),
-        )  # fmt: skip
+        )
         if rows.program.drafter.max_accept > 1:
             rows.program = dataclasses.replace(rows.program, verifier=SimulatedAcceptance(3.0))
         return rows
@@ -194,8 +210,9 @@ class Bench:
             lambda tree, draft_tree, pools, rows, program: split(
                 round_step(program, tree, draft_tree, join(pools, dataclasses.replace(rows, rounds_left=rows.rounds_left + 1)))
             ),
-            static_argnames="program", donate_argnames=("pools", "rows"),
-        )  # fmt: skip
+            static_argnames="program",
+            donate_argnames=("pools", "rows"),
+        )
         for batch in (1, 8, 64):
             found = self.rows_at(batch, 512, 1024)
             runner = Runner(found, 512)
@@ -262,7 +279,7 @@ class Bench:
         for rows in (1, 8, 64):
             with jaxspec.Engine(
                 self.target, max_running_requests=rows, max_total_tokens=rows * 1536, context_length=1024, **self.how
-            ) as engine:  # fmt: skip
+            ) as engine:
                 prompts = [self.prompt(512) for _ in range(rows)]
                 for _ in range(2):  # the second time with what is cached, as below
                     engine.generate(prompts, max_new_tokens=64, ignore_eos=True)
@@ -273,11 +290,15 @@ class Bench:
                 decode = max(r.stats.end_to_end_seconds for r in results) - max(r.stats.time_to_first_token for r in results)
                 launches = after.launches_total - before.launches_total
                 self.add(
-                    part="engine", rows=rows, wall_ms=wall * 1e3, round_ms=decode / rounds * 1e3, rounds=rounds,
+                    part="engine",
+                    rows=rows,
+                    wall_ms=wall * 1e3,
+                    round_ms=decode / rounds * 1e3,
+                    rounds=rounds,
                     first_token_ms=statistics.median(r.stats.time_to_first_token for r in results) * 1e3,
                     host_ms_a_launch=(after.host_seconds_total - before.host_seconds_total) / launches * 1e3,
                     waiting_share=(after.device_wait_seconds_total - before.device_wait_seconds_total) / wall,
-                )  # fmt: skip
+                )
 
     def prefix(self) -> None:
         """A prefix hit."""
@@ -291,9 +312,12 @@ class Bench:
                 warm.append(again.time_to_first_token)
                 cached.append(again.cached_tokens)
             self.add(
-                part="prefix", tokens=length, cold_ms=statistics.median(cold[1:]) * 1e3,
-                hit_ms=statistics.median(warm[1:]) * 1e3, cached_tokens=cached[-1],
-            )  # fmt: skip
+                part="prefix",
+                tokens=length,
+                cold_ms=statistics.median(cold[1:]) * 1e3,
+                hit_ms=statistics.median(warm[1:]) * 1e3,
+                cached_tokens=cached[-1],
+            )
 
 
 def main() -> int:
@@ -306,9 +330,11 @@ def main() -> int:
     parser.add_argument("--prefix", type=int, default=8192, help="tokens of `prefix`'s prompts (default: 8192)")
     parser.add_argument("--most", type=int, default=400, help="new tokens of `programs` at most (default: 400)")
     parser.add_argument(
-        "--parts", nargs="+", default=["calls"],
+        "--parts",
+        nargs="+",
+        default=["calls"],
         choices=["calls", "programs", "stream", "widths", "launches", "engine", "prefix"],
-    )  # fmt: skip
+    )
     parser.add_argument("--json", type=Path, help="written after every part")
     args = parser.parse_args()
     bench = Bench(args)

@@ -118,7 +118,8 @@ class Programs:
 
     def compile(self, case: Case):
         """The compiled program and its seconds by stage."""
-        from jaxspec.round import prefill_chunk, run_rounds
+        from jaxspec.prefill import prefill_chunk
+        from jaxspec.round import run_rounds
         from jaxspec.runtime import compiler_options
 
         static = {"program": self.batch(case).program}

@@ -22,8 +22,16 @@ import sys
 import time
 from pathlib import Path
 
-LIMITS = {"tests": 200, "attention": 180, "startup": 150, "prefill": 60, "profile": 120, "lossless": 420, "bf16": 240,
-          "rounds": 3600}  # fmt: skip
+LIMITS = {
+    "tests": 200,
+    "attention": 180,
+    "startup": 150,
+    "prefill": 60,
+    "profile": 120,
+    "lossless": 420,
+    "bf16": 240,
+    "rounds": 3600,
+}
 """Seconds that a stage may take at most."""
 PROFILED = ("plain", "eagle3 3/1/4")
 TAIL = {"tests": 15, "attention": 40, "prefill": 6, "rounds": 60, "lossless": 30, "bf16": 30}
@@ -111,12 +119,20 @@ def lossless_jobs(stage: str, args: argparse.Namespace) -> list[Job]:
     common = ["--dtype", "float32" if short else "bfloat16"]
     return [
         Job(
-            [sys.executable, "benchmarks/lossless.py", "--target", target, *own, *common,
-             "--json", str(args.out / f"h200_{stage}_{target}.json")],
+            [
+                sys.executable,
+                "benchmarks/lossless.py",
+                "--target",
+                target,
+                *own,
+                *common,
+                "--json",
+                str(args.out / f"h200_{stage}_{target}.json"),
+            ],
             args.out / f"{stage}_{target}.log",
         )
         for target, own in cases
-    ]  # fmt: skip
+    ]
 
 
 def round_job(args: argparse.Namespace, seconds: float, rest: list[str]) -> Job:
@@ -137,8 +153,12 @@ def main() -> int:
     parser.add_argument("--target", default="llama-3.1-8b", help="a built-in shape")
     parser.add_argument("--lengths", nargs="+", default=["1024", "8192"], help="prompts of the prefill stage, in tokens")
     parser.add_argument("--attention-parts", nargs="+", default=["bandwidth,targets,choices"])
-    parser.add_argument("--runs", nargs="+", default=["eagle3 3/1/4", "standalone 3/1/4"],
-                        help="algorithms of the stages lossless and bf16, as benchmarks/lossless.py names them")  # fmt: skip
+    parser.add_argument(
+        "--runs",
+        nargs="+",
+        default=["eagle3 3/1/4", "standalone 3/1/4"],
+        help="algorithms of the stages lossless and bf16, as benchmarks/lossless.py names them",
+    )
     parser.add_argument("--prompts", type=Path, help="mt_bench.jsonl: lossless and bf16 run the demo model on it, too")
     parser.add_argument("--gpus", type=int, default=1, help="that share the rows of the stage rounds (default: 1)")
     parser.add_argument("--resume", type=Path, help="a table of an earlier session; its rows are kept and not measured again")

@@ -139,16 +139,21 @@ def main() -> None:
     for row in args.rows:
         compiled, seconds = compile_round(row, args.target, args.batch, args.context)
         memory = compiled.memory_analysis()
-        results.append({
-            "name": row, "target": args.target, "batch": args.batch, "context": args.context,
-            **thunks_of_a_round(),
-            "temporary_bytes": memory.temp_size_in_bytes,
-            "alias_bytes": memory.alias_size_in_bytes,
-            "argument_bytes": memory.argument_size_in_bytes,
-            "output_bytes": memory.output_size_in_bytes,
-            "compile_seconds_here": round(seconds, 1),
-            "xla_options": XLA_OPTIONS,
-        })  # fmt: skip
+        results.append(
+            {
+                "name": row,
+                "target": args.target,
+                "batch": args.batch,
+                "context": args.context,
+                **thunks_of_a_round(),
+                "temporary_bytes": memory.temp_size_in_bytes,
+                "alias_bytes": memory.alias_size_in_bytes,
+                "argument_bytes": memory.argument_size_in_bytes,
+                "output_bytes": memory.output_size_in_bytes,
+                "compile_seconds_here": round(seconds, 1),
+                "xla_options": XLA_OPTIONS,
+            }
+        )
         print(json.dumps(results[-1], indent=1), flush=True)
         if args.json is not None:
             write_rows(args.json, results, device="an H200, compiled for without one")

@@ -147,17 +147,29 @@ def main() -> int:
             before = sum(args.tokens if f is None else f for f in first)
             failed += bool(changed)
             accept = [round(r.stats.accept_length, 3) for r in results]
-            rows.append({
-                "name": name, "equal": not changed, "first_difference": first, "tokens": args.tokens * len(prompts),
-                "changed_answers": len(changed), "tokens_before_change": before, "accept_length": accept,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "name": name,
+                    "equal": not changed,
+                    "first_difference": first,
+                    "tokens": args.tokens * len(prompts),
+                    "changed_answers": len(changed),
+                    "tokens_before_change": before,
+                    "accept_length": accept,
+                }
+            )
             found = f"{len(changed)} of {len(prompts)} answers change, after {before} equal tokens" if changed else "equal"
             print(f"{name:22} {found:56} accept length {np.mean(accept):.2f}  ({seconds:.0f} s)", flush=True)
             if args.json:
                 write_rows(
-                    args.json, sorted(rows, key=lambda row: names.index(row["name"])), target=args.target, dtype=args.dtype,
-                    tokens=args.tokens, batch=args.batch, missing=sorted(running.values()),
-                )  # fmt: skip
+                    args.json,
+                    sorted(rows, key=lambda row: names.index(row["name"])),
+                    target=args.target,
+                    dtype=args.dtype,
+                    tokens=args.tokens,
+                    batch=args.batch,
+                    missing=sorted(running.values()),
+                )
     print(f"{len(rows)} of {len(names)} runs in {time.perf_counter() - start:.0f} s, {failed} with other answers or none")
     return int(failed > 0 and args.dtype == "float32")
 

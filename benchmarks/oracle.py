@@ -69,9 +69,8 @@ class OracleDrafter(Drafter):
         at = length[:, None] + 1 + jnp.arange(self.num_steps)[None]
         right = table[row[:, None], jnp.minimum(at, width - 1)]
         # A multiplicative hash of row and position: the same errors whatever the rounds are.
-        coin = (
-            (at.astype(jnp.uint32) * jnp.uint32(2654435761) + row[:, None].astype(jnp.uint32) * jnp.uint32(40503)) >> 16
-        ) % 1024
+        mixed = at.astype(jnp.uint32) * jnp.uint32(2654435761) + row[:, None].astype(jnp.uint32) * jnp.uint32(40503)
+        coin = (mixed >> 16) % 1024
         place = jnp.where(coin < int(self.error * 1024), self.topk, (coin % self.topk).astype(jnp.int32))
         others = (right[..., None] + 1 + jnp.arange(self.topk)) % ctx.config.vocab_size
         levels = jnp.where(jnp.arange(self.topk) == place[..., None], right[..., None], others)

@@ -71,11 +71,16 @@ def main() -> None:
         raise SystemExit("the profiler reported nothing that ran on the device")
     reports = [
         {
-            "row": args.row, "batch": args.batch, "context": args.context, "rounds": counts[graphs],
-            "cuda_graphs": graphs, "ms_per_round_unwatched": unwatched * 1e3, **summary(ops, counts[graphs]),
+            "row": args.row,
+            "batch": args.batch,
+            "context": args.context,
+            "rounds": counts[graphs],
+            "cuda_graphs": graphs,
+            "ms_per_round_unwatched": unwatched * 1e3,
+            **summary(ops, counts[graphs]),
         }
         for graphs, ops in found.items()
-    ]  # fmt: skip
+    ]
     for report in reports:
         if report["cuda_graphs"] and report["rounds"] == 1:
             report["us_between_rounds"] = (report["ms_per_round_unwatched"] - report["ms_per_round_watched"]) * 1e3
@@ -183,12 +188,14 @@ def draw(path: Path, found: list[list[profile.Operation]], reports: list[dict]) 
         axes.set_ylim(-0.6, len(GROUPS) + 2.5)
         longest = report["longest_gaps_us"][0] if report["longest_gaps_us"] else 0
         axes.set(
-            yticks=range(len(GROUPS)), yticklabels=[g[0] for g in GROUPS], xlabel="ms",
+            yticks=range(len(GROUPS)),
+            yticklabels=[g[0] for g in GROUPS],
+            xlabel="ms",
             title=f"{report['rounds']} round(s) of {report['row']}, batch {report['batch']}, context {report['context']}, CUDA "
             f"graphs {'on' if report['cuda_graphs'] else 'off'}: {report['ms_per_round_watched']:.2f} ms each "
             f"({report['ms_per_round_unwatched']:.2f} unwatched), busy {report['busy_ms_per_round']:.2f}, "
             f"longest gap {longest:.0f} us",
-        )  # fmt: skip
+        )
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
     figure.savefig(path, dpi=150)
 

@@ -27,12 +27,7 @@ from jaxspec.benchmarking import shapes, suites
 jax.config.update("jax_traceback_in_locations_limit", 0)
 source_info_util.user_frame = lambda *_: None
 
-NAMES = (
-    (r"\bloc\([^\n]*\)", ""),
-    (r"#loc\d*[^\n]*", ""),
-    (r"@\"?[\w.]+\"?", "@f"),
-    (r"(module_)?name = \"[^\"]*\"", ""),
-)
+NAMES = ((r"\bloc\([^\n]*\)", ""), (r"#loc\d*[^\n]*", ""), (r"@\"?[\w.]+\"?", "@f"), (r"(module_)?name = \"[^\"]*\"", ""))
 """What says where code stands or what it is called."""
 
 

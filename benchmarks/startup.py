@@ -69,9 +69,12 @@ def main() -> None:
             command = [sys.executable, __file__, "--child", "--target", args.target, "--draft", args.draft]
             try:
                 done = subprocess.run(
-                    [*command, "--prompt-length", str(args.prompt_length)], env={**os.environ, "JAXSPEC_CACHE": cache},
-                    stdout=subprocess.PIPE, text=True, timeout=max(1.0, end - start),
-                )  # fmt: skip
+                    [*command, "--prompt-length", str(args.prompt_length)],
+                    env={**os.environ, "JAXSPEC_CACHE": cache},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    timeout=max(1.0, end - start),
+                )
             except subprocess.TimeoutExpired:
                 print(f"{name}: not through within the budget of {args.budget:.0f} s", flush=True)
                 break
@@ -79,10 +82,16 @@ def main() -> None:
                 print(f"{name}: exit status {done.returncode}", flush=True)
                 break
             stages = json.loads(done.stdout.splitlines()[-1])
-            rows.append({
-                "cache": name, "target": args.target, "draft": args.draft, "prompt_tokens": args.prompt_length,
-                "process_seconds": round(time.perf_counter() - start, 2), "seconds_since_start": stages,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "cache": name,
+                    "target": args.target,
+                    "draft": args.draft,
+                    "prompt_tokens": args.prompt_length,
+                    "process_seconds": round(time.perf_counter() - start, 2),
+                    "seconds_since_start": stages,
+                }
+            )
             print(json.dumps(rows[-1]), flush=True)
             if args.out is not None:
                 write_rows(args.out, rows)

@@ -151,9 +151,13 @@ def options_of(args, name: str) -> TrainOptions:
     """How one head is trained."""
     module = head_module(kind(name))
     return TrainOptions(
-        steps=args.steps or 1, batch=args.batch, learning_rate=args.lr.get(name, module.LEARNING_RATE),
-        weight_decay=getattr(module, "WEIGHT_DECAY", 0.0), held_out=64, evaluate_every=args.evaluate_every,
-    )  # fmt: skip
+        steps=args.steps or 1,
+        batch=args.batch,
+        learning_rate=args.lr.get(name, module.LEARNING_RATE),
+        weight_decay=getattr(module, "WEIGHT_DECAY", 0.0),
+        held_out=64,
+        evaluate_every=args.evaluate_every,
+    )
 
 
 def write(args, name: str, trained: Trained) -> None:
@@ -163,9 +167,11 @@ def write(args, name: str, trained: Trained) -> None:
     tokenizer = tokenizer_files(args.model) if isinstance(trained.draft.config, ModelConfig) else None
     out = write_head(trained, args.out / f"{args.model}-{name}", quantize="int8", force=True, tokenizer=tokenizer)
     size = sum(f.stat().st_size for f in out.rglob("*") if f.is_file())
-    say(f"{name}: {len(trained.losses)} steps, loss {trained.losses[0]:.4f} -> {trained.losses[-1]:.4f}, "
+    say(
+        f"{name}: {len(trained.losses)} steps, loss {trained.losses[0]:.4f} -> {trained.losses[-1]:.4f}, "
         f"accept length {trained.curve[-1]['accept_length']}, "
-        f"stored {trained.about['held_out_accept_length_int8']}, {size / 2**20:.2f} MiB")  # fmt: skip
+        f"stored {trained.about['held_out_accept_length_int8']}, {size / 2**20:.2f} MiB"
+    )
 
 
 if __name__ == "__main__":

@@ -69,10 +69,17 @@ def measure(rows: list[str], target: str, context: int, setting: str) -> None:
         with Watch() as watch:
             long = per_round(runner, *LONG, repeats=4)
         result = {
-            "row": name, "batch": int(batch), "context": context, "setting": setting, "flags": SETTINGS[setting],
-            "burst_ms": statistics.median(bursts), "long_ms": statistics.median(long), "fastest_long_ms": min(long),
-            "compile_seconds": runner.compile_seconds, **watch.summary(),
-        }  # fmt: skip
+            "row": name,
+            "batch": int(batch),
+            "context": context,
+            "setting": setting,
+            "flags": SETTINGS[setting],
+            "burst_ms": statistics.median(bursts),
+            "long_ms": statistics.median(long),
+            "fastest_long_ms": min(long),
+            "compile_seconds": runner.compile_seconds,
+            **watch.summary(),
+        }
         print(json.dumps(result), flush=True)
 
 

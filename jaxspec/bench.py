@@ -11,25 +11,34 @@ from typing import Any
 from jaxspec import cli
 from jaxspec.config import ConfigError, SpecConfig
 from jaxspec.drafters.kinds import KINDS
-from jaxspec.prefill import PREFILL_ATTENTION
+from jaxspec.engine.sizes import PREFILL_ATTENTION
 
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
     p = argparse.ArgumentParser(
-        prog="python -m jaxspec.bench", description="Measures speculative decoding on this machine.",
+        prog="python -m jaxspec.bench",
+        description="Measures speculative decoding on this machine.",
         epilog="Example: python -m jaxspec.bench round --target llama-3.1-8b --draft eagle3 --num-steps 3 --topk 1",
-    )  # fmt: skip
+    )
     commands = p.add_subparsers(dest="command", required=True, metavar="round|decode|prefill|compare|sweep")
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
-        sub.add_argument("--target", "--model", default=None,
-                         help="a checkpoint (as for jaxspec.load), or with random weights one of llama-3.1-8b, llama-1b, "
-                              "qwen3-8b, smollm2-135m, tiny")  # fmt: skip
-        sub.add_argument("--weights", choices=("auto", "random", "real"), default="auto",
-                         help="random weights of a built-in shape, or a checkpoint; auto: random where --target is the name of "
-                              "a built-in shape (default: auto)")  # fmt: skip
+        sub.add_argument(
+            "--target",
+            "--model",
+            default=None,
+            help="a checkpoint (as for jaxspec.load), or with random weights one of llama-3.1-8b, llama-1b, "
+            "qwen3-8b, smollm2-135m, tiny",
+        )
+        sub.add_argument(
+            "--weights",
+            choices=("auto", "random", "real"),
+            default="auto",
+            help="random weights of a built-in shape, or a checkpoint; auto: random where --target is the name of "
+            "a built-in shape (default: auto)",
+        )
         sub.add_argument("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU, bfloat16 on a GPU)")
         sub.add_argument("--json", type=Path, help="write the results to this file")
         return sub
@@ -51,18 +60,35 @@ def parser() -> argparse.ArgumentParser:
     p_round.add_argument("--suite", choices=("peer",), help="a list of rounds instead of one: every row of the peer table")
     p_round.add_argument("--rows", nargs="+", default=(), metavar="NAME", help="only these rows of the suite")
     p_round.add_argument("--batch", type=int, nargs="+", default=(), help="sequences (default: 1, or the suite's)")
-    p_round.add_argument("--context", type=int, nargs="+", default=(),
-                         help="committed tokens of each sequence (default: 512, or the suite's)")  # fmt: skip
-    p_round.add_argument("--accept-length", type=float, default=3.0,
-                         help="tokens that a round is made to emit on average; 0: as the target does (default: 3)")  # fmt: skip
-    p_round.add_argument("--rounds", type=int, nargs=2, default=(4, 36), metavar=("FEW", "MANY"),
-                         help="the two loop lengths whose difference is timed (default: 4 36)")  # fmt: skip
+    p_round.add_argument(
+        "--context", type=int, nargs="+", default=(), help="committed tokens of each sequence (default: 512, or the suite's)"
+    )
+    p_round.add_argument(
+        "--accept-length",
+        type=float,
+        default=3.0,
+        help="tokens that a round is made to emit on average; 0: as the target does (default: 3)",
+    )
+    p_round.add_argument(
+        "--rounds",
+        type=int,
+        nargs=2,
+        default=(4, 36),
+        metavar=("FEW", "MANY"),
+        help="the two loop lengths whose difference is timed (default: 4 36)",
+    )
     p_round.add_argument("--repeats", type=int, default=5, help="pairs of runs; their median counts (default: 5)")
     p_round.add_argument("--no-parts", action="store_true", help="only the time of the whole round, no profiler")
     p_round.add_argument("--detail", action="store_true", help="list the costliest instructions of every round")
     p_round.add_argument("--resume", action="store_true", help="keep the rows that --json already holds, measure the others")
-    p_round.add_argument("--share", type=int, nargs=2, default=(0, 1), metavar=("I", "N"),
-                         help="of the rows only every N-th from the I-th on, counted from 0: one process a GPU")  # fmt: skip
+    p_round.add_argument(
+        "--share",
+        type=int,
+        nargs=2,
+        default=(0, 1),
+        metavar=("I", "N"),
+        help="of the rows only every N-th from the I-th on, counted from 0: one process a GPU",
+    )
     p_round.add_argument("--gpus", type=int, default=1, help="a process on each of so many GPUs, which share the suite's rows")
     p_round.add_argument("--budget", type=float, metavar="SECONDS", help="begin no round that would end later than this")
     p_round.add_argument("--page-size", type=int, default=16, help="positions per KV page (default: 16)")
@@ -81,8 +107,13 @@ def parser() -> argparse.ArgumentParser:
     p_prefill.add_argument("--batch", type=int, default=1, help="prompts at once (default: 1)")
     p_prefill.add_argument("--repeats", type=int, default=5, help="the median of so many runs (default: 5)")
     p_prefill.add_argument("--prefill-chunk", type=int, help="prompt tokens per program (default: chosen by length)")
-    p_prefill.add_argument("--attention", nargs="+", default=("auto",), choices=PREFILL_ATTENTION,
-                           help="of a prompt's first chunk; several: one after the other (default: auto)")  # fmt: skip
+    p_prefill.add_argument(
+        "--attention",
+        nargs="+",
+        default=("auto",),
+        choices=PREFILL_ATTENTION,
+        help="of a prompt's first chunk; several: one after the other (default: auto)",
+    )
 
     p_compare = command("compare", "Speculation on against off on your prompts; exit status 1 when a greedy answer differs.")
     drafts(p_compare)
@@ -190,11 +221,19 @@ def run_round(args: argparse.Namespace) -> int:
     cases = [c for c in cases if (c.case.name, c.case.batch, c.case.context) not in held]
     save(args.json, kept)
     results = suites.run_suite(
-        cases, weights, bandwidth, budget=args.budget, path=args.json, kept=kept, rounds=tuple(args.rounds),
-        repeats=args.repeats, parts=not args.no_parts, detail=print if args.detail else None,
+        cases,
+        weights,
+        bandwidth,
+        budget=args.budget,
+        path=args.json,
+        kept=kept,
+        rounds=tuple(args.rounds),
+        repeats=args.repeats,
+        parts=not args.no_parts,
+        detail=print if args.detail else None,
         report=lambda result: print(report.round_report(result) + "\n", flush=True),
         log=lambda text: print(text, file=sys.stderr, flush=True),
-    )  # fmt: skip
+    )
     print(report.summary(results))
     return 0 if results or not cases else 1
 
@@ -209,9 +248,12 @@ def run_many(args: argparse.Namespace) -> int:
     order = {key: i for i, key in enumerate(suites.PEER_ORDER)}
     rows.sort(key=lambda row: order.get((row["name"], row["batch"], row["context"]), len(order)))
     save(args.json, rows)
-    print(report.table(("round", "batch", "context", "ms"), [
-        (row["name"], str(row["batch"]), str(row["context"]), f"{row['ms']:.3f}") for row in rows
-    ]))  # fmt: skip
+    print(
+        report.table(
+            ("round", "batch", "context", "ms"),
+            [(row["name"], str(row["batch"]), str(row["context"]), f"{row['ms']:.3f}") for row in rows],
+        )
+    )
     return status
 
 
@@ -242,15 +284,29 @@ def run_decode(args: argparse.Namespace) -> int:
         plain = name.lower() in ("none", "ngram")
         spec = SpecConfig() if name.lower() == "none" else cli.spec_from(args)
         for batch in args.batch:
-            results.append(decode.measure_decoding(
-                target, prompts, algorithm=name, draft=None if plain else draft, spec=spec, batch=batch,
-                max_new_tokens=args.max_new_tokens,
-            ))  # fmt: skip
+            results.append(
+                decode.measure_decoding(
+                    target,
+                    prompts,
+                    algorithm=name,
+                    draft=None if plain else draft,
+                    spec=spec,
+                    batch=batch,
+                    max_new_tokens=args.max_new_tokens,
+                )
+            )
             save(args.json, [r.to_json() for r in results])
     rows = [
-        (r.algorithm, r.batch, f"{r.tokens_per_second:.1f}", f"{r.accept_length:.2f}", f"{r.round_ms:.3f}",
-         f"{r.first_token_ms:.1f}") for r in results
-    ]  # fmt: skip
+        (
+            r.algorithm,
+            r.batch,
+            f"{r.tokens_per_second:.1f}",
+            f"{r.accept_length:.2f}",
+            f"{r.round_ms:.3f}",
+            f"{r.first_token_ms:.1f}",
+        )
+        for r in results
+    ]
     print(report.table(("algorithm", "batch", "tokens/s", "accept length", "round ms", "first token ms"), rows))
     return 0
 
@@ -315,16 +371,24 @@ def run_sweep(args: argparse.Namespace) -> int:
             how = {"algorithm": args.algorithm, "draft": draft, "spec": SpecConfig(*setting[1:])}
         found = decode.measure_decoding(target, prompts, batch=setting.batch_size, max_new_tokens=args.max_new_tokens, **how)
         return {
-            "acc_length": found.accept_length, "step_time": found.round_ms / 1e3, "tokens_per_second": found.tokens_per_second,
+            "acc_length": found.accept_length,
+            "step_time": found.round_ms / 1e3,
+            "tokens_per_second": found.tokens_per_second,
             "completion_tokens": found.completion_tokens,
-        }  # fmt: skip
+        }
 
     sweep.run_sweep(args.csv, setup, grid, measure, log=lambda text: print(text, file=sys.stderr))
     rows = sweep.read_rows(args.csv, setup)
     best = [
-        (batch, f"{r['steps']}/{r['topk']}/{r['num_draft_tokens']}", f"{r['acc_length']:.2f}", f"{r['step_time'] * 1e3:.3f}",
-         f"{r['speed']:.1f}") for batch, r in sorted(sweep.best(rows).items())
-    ]  # fmt: skip
+        (
+            batch,
+            f"{r['steps']}/{r['topk']}/{r['num_draft_tokens']}",
+            f"{r['acc_length']:.2f}",
+            f"{r['step_time'] * 1e3:.3f}",
+            f"{r['speed']:.1f}",
+        )
+        for batch, r in sorted(sweep.best(rows).items())
+    ]
     print(report.table(("batch", "best setting", "accept length", "round ms", "tokens/s a sequence"), best))
     save(args.json, rows)
     if args.plot is not None:

@@ -148,8 +148,11 @@ class ModelConfig:
 
     def __post_init__(self):
         for name, least, most in (
-            ("num_layers", 0, MAX_LAYERS), ("num_heads", 1, None), ("num_kv_heads", 1, None), ("head_dim", 1, None)
-        ):  # fmt: skip
+            ("num_layers", 0, MAX_LAYERS),
+            ("num_heads", 1, None),
+            ("num_kv_heads", 1, None),
+            ("head_dim", 1, None),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least or (most is not None and value > most):
                 bound = "" if most is None else f" and at most {most}"

@@ -24,10 +24,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("dst", metavar="DST", nargs="?", help="folder to write; may be left out with --dry-run and --verify")
     p.add_argument("--dtype", help="float32, float16 or bfloat16 (default: as stored; GGUF: float32)")
     p.add_argument(
-        "--quantize", choices=METHODS,
+        "--quantize",
+        choices=METHODS,
         help="store large parameters in eight bits with a scale per channel: a fourth of float32's bytes. For draft heads: it "
         "rounds, so that a target becomes another model. Not with --to-hf",
-    )  # fmt: skip
+    )
     p.add_argument("--target", metavar="MODEL", help="the model that a draft head belongs to, where its format needs to know")
     p.add_argument("--to-hf", action="store_true", help="write safetensors and config.json that transformers loads")
     p.add_argument("--dry-run", action="store_true", help="print the mapping table and write nothing")

@@ -26,10 +26,18 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument("--token-ids", help="the prompt as token ids, separated by commas or spaces")
     p.add_argument("--raw", action="store_true", help="feed the text as it is, without the model's chat template")
     p.add_argument("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU, bfloat16 on a GPU)")
-    p.add_argument("--algorithm", "--speculative-algorithm", default="auto",
-                   help="auto, none, ngram, standalone, … (default: auto: by the draft, else n-grams)")  # fmt: skip
-    p.add_argument("--draft", "--speculative-draft-model-path", "--speculative-draft-model",
-                   help="a draft checkpoint, or a smaller model with the same vocabulary")  # fmt: skip
+    p.add_argument(
+        "--algorithm",
+        "--speculative-algorithm",
+        default="auto",
+        help="auto, none, ngram, standalone, … (default: auto: by the draft, else n-grams)",
+    )
+    p.add_argument(
+        "--draft",
+        "--speculative-draft-model-path",
+        "--speculative-draft-model",
+        help="a draft checkpoint, or a smaller model with the same vocabulary",
+    )
     p.add_argument("--max-new-tokens", type=int, default=128, help="tokens in the answer at most (default: 128)")
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     p.add_argument("--top-k", type=int, default=-1, help="sample among the k most probable tokens (default: all)")
@@ -46,9 +54,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ignore-eos", action="store_true", help="run on to --max-new-tokens past stop ids")
     p.add_argument("--page-size", type=int, default=16, help="positions per KV page (default: 16)")
     p.add_argument("--prefill-chunk", type=int, help="prompt tokens per prefill program (default: chosen by length)")
-    p.add_argument("--compare", action="store_true",
-                   help="run with and without speculation after a warm-up, print both speeds and whether the tokens are "
-                        "equal; exit status 1 when a greedy answer differs")  # fmt: skip
+    p.add_argument(
+        "--compare",
+        action="store_true",
+        help="run with and without speculation after a warm-up, print both speeds and whether the tokens are "
+        "equal; exit status 1 when a greedy answer differs",
+    )
     p.add_argument("--json", action="store_true", help="one JSON object on standard output, everything else on standard error")
     cli.add_spec_arguments(p)
     return p
@@ -108,13 +119,32 @@ def main(argv: list[str] | None = None) -> int:
     wanted = None if args.algorithm.lower() == "auto" else args.algorithm
     draft = None if args.draft is None else jaxspec.load_draft(args.draft, params, algorithm=wanted, dtype=args.dtype)
     options = {
-        "draft": draft, "algorithm": args.algorithm, "spec": cli.spec_from(args), "chat": False if args.raw else "auto",
-        **{name: getattr(args, name) for name in (
-            "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-            "frequency_penalty", "min_new_tokens", "logit_bias", "seed", "stop",
-            "stop_token_ids", "ignore_eos", "page_size", "prefill_chunk",
-        )},
-    }  # fmt: skip
+        "draft": draft,
+        "algorithm": args.algorithm,
+        "spec": cli.spec_from(args),
+        "chat": False if args.raw else "auto",
+        **{
+            name: getattr(args, name)
+            for name in (
+                "max_new_tokens",
+                "temperature",
+                "top_k",
+                "top_p",
+                "min_p",
+                "repetition_penalty",
+                "presence_penalty",
+                "frequency_penalty",
+                "min_new_tokens",
+                "logit_bias",
+                "seed",
+                "stop",
+                "stop_token_ids",
+                "ignore_eos",
+                "page_size",
+                "prefill_chunk",
+            )
+        },
+    }
     if args.compare:
         result, plain = compare(jaxspec, params, prompt, options, out)
         print(result.text if result.text is not None else result.tokens, file=out)

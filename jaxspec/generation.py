@@ -7,10 +7,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxspec import prefill
 from jaxspec.config import MAX_PAGE, MAX_PREFILL, SpecConfig
 from jaxspec.drafters.base import Drafter
-from jaxspec.engine import kept
+from jaxspec.engine import kept, sizes
 from jaxspec.engine.core import Core
 from jaxspec.engine.device import Device
 from jaxspec.engine.messages import Failed, Limits, Request, SchedulerConfig
@@ -34,9 +33,17 @@ class Call:
     """
 
     def __init__(
-        self, params, requests: Sequence[Request], chosen: Speculation, *, page_size: int, prefill_chunk: int | None,
-        prefill_attention: str, rounds: int, begun: float,
-    ):  # fmt: skip
+        self,
+        params,
+        requests: Sequence[Request],
+        chosen: Speculation,
+        *,
+        page_size: int,
+        prefill_chunk: int | None,
+        prefill_attention: str,
+        rounds: int,
+        begun: float,
+    ):
         self.params, self.requests, self.chosen, self.rounds, self.begun = params, requests, chosen, rounds, begun
         self.page_size = page_size
         self.drafter = chosen.program.drafter
@@ -48,22 +55,25 @@ class Call:
         dtype = params.tree["embedder"]["embedding"].dtype
         positions = [min(len(r.ids) + r.max_new_tokens, config.max_positions) for r in requests]
         self.pages = sum(pages_for(n + slack, page_size) for n in positions)
-        self.long = prefill.prefill_attention(config, dtype, prefill_attention)
+        self.long = sizes.prefill_attention(config, dtype, prefill_attention)
         self.limits = Limits(
-            buckets=prefill.buckets_for(len(requests)), **prefill.program_sizes(self.long, prefill_chunk),
-            max_len=prefill.capacity_for(max(positions), config.max_positions), total_pages=self.pages, page_size=page_size,
-            max_accept=self.drafter.max_accept, slack=slack, key_lookahead=self.drafter.key_lookahead,
+            buckets=sizes.buckets_for(len(requests)),
+            **sizes.program_sizes(self.long, prefill_chunk),
+            max_len=sizes.capacity_for(max(positions), config.max_positions),
+            total_pages=self.pages,
+            page_size=page_size,
+            max_accept=self.drafter.max_accept,
+            slack=slack,
+            key_lookahead=self.drafter.key_lookahead,
             separate_blocks=self.drafter.separate_blocks,
-        )  # fmt: skip
+        )
 
     def __iter__(self) -> Iterator[tuple[int, Answer]]:
         """Runs the requests."""
         chosen, index = self.chosen, {r.rid: i for i, r in enumerate(self.requests)}
-        with kept.lent(
-            self.params, chosen.draft_tree, chosen.program, page_size=self.page_size, pages=self.pages
-        ) as memory:  # fmt: skip
+        with kept.lent(self.params, chosen.draft_tree, chosen.program, page_size=self.page_size, pages=self.pages) as memory:
             limits = dataclasses.replace(self.limits, total_pages=memory.num_pages - 1)
-            depth = 1 if prefill.platform() == "cpu" else 2  # on a CPU a launch takes the cores that would prepare the next
+            depth = 1 if sizes.platform() == "cpu" else 2  # on a CPU a launch takes the cores that would prepare the next
             config = SchedulerConfig.closed(self.rounds, depth)
             core = Core(Device(memory, limits, self.long, self.rounds), config, clock=time.perf_counter)
             for request in self.requests:
@@ -96,15 +106,36 @@ class Call:
     def result(self, i: int) -> GenerationResult:
         """The result of an answer that has ended."""
         return result_of(
-            self.requests[i], self.answers[i], self.drafter, self.chosen.spec, self.params.tokenizer, first=self.first[i],
-            all_first=max(self.first), ended=self.ended[i], all_ended=max(self.ended), compile_seconds=self.compile_seconds,
-        )  # fmt: skip
+            self.requests[i],
+            self.answers[i],
+            self.drafter,
+            self.chosen.spec,
+            self.params.tokenizer,
+            first=self.first[i],
+            all_first=max(self.first),
+            ended=self.ended[i],
+            all_ended=max(self.ended),
+            compile_seconds=self.compile_seconds,
+        )
 
 
 def open_call(
-    params, prompt, begun: float, rounds: int | None, *, draft, algorithm, num_steps, topk, num_draft_tokens, spec, page_size,
-    prefill_chunk, prefill_attention, **request: Any,
-) -> tuple[Call, bool]:  # fmt: skip
+    params,
+    prompt,
+    begun: float,
+    rounds: int | None,
+    *,
+    draft,
+    algorithm,
+    num_steps,
+    topk,
+    num_draft_tokens,
+    spec,
+    page_size,
+    prefill_chunk,
+    prefill_attention,
+    **request: Any,
+) -> tuple[Call, bool]:
     """Checks the arguments of `generate` and makes a `Call` of them; `rounds` between two reports, None chooses.
 
     Returns:
@@ -121,9 +152,15 @@ def open_call(
     if rounds is None:
         rounds = STOP_ROUNDS if any(r.stop for r in requests) else UNBOUNDED
     call = Call(
-        params, requests, chosen, page_size=page_size, prefill_chunk=prefill_chunk, prefill_attention=prefill_attention,
-        rounds=rounds, begun=begun,
-    )  # fmt: skip
+        params,
+        requests,
+        chosen,
+        page_size=page_size,
+        prefill_chunk=prefill_chunk,
+        prefill_attention=prefill_attention,
+        rounds=rounds,
+        begun=begun,
+    )
     return call, single
 
 
@@ -199,13 +236,36 @@ def generate(
       NotANumber: the model's activations for a prompt became NaN; the message names its index.
     """
     call, single = open_call(
-        params, prompt, time.perf_counter(), None, draft=draft, algorithm=algorithm, num_steps=num_steps, topk=topk,
-        num_draft_tokens=num_draft_tokens, spec=spec, max_new_tokens=max_new_tokens, sampling=sampling,
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, min_new_tokens=min_new_tokens,
-        logit_bias=logit_bias, seed=seed, stop=stop, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos, chat=chat,
-        page_size=page_size, prefill_chunk=prefill_chunk, prefill_attention=prefill_attention,
-    )  # fmt: skip
+        params,
+        prompt,
+        time.perf_counter(),
+        None,
+        draft=draft,
+        algorithm=algorithm,
+        num_steps=num_steps,
+        topk=topk,
+        num_draft_tokens=num_draft_tokens,
+        spec=spec,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        min_new_tokens=min_new_tokens,
+        logit_bias=logit_bias,
+        seed=seed,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=ignore_eos,
+        chat=chat,
+        page_size=page_size,
+        prefill_chunk=prefill_chunk,
+        prefill_attention=prefill_attention,
+    )
     for _ in call:
         pass
     results = [call.result(i) for i in range(len(call.requests))]
@@ -258,14 +318,36 @@ def stream(
       ConfigError: as `generate`.
     """
     call, _ = open_call(
-        params, prompt, time.perf_counter(), whole_number("rounds_per_chunk", rounds_per_chunk, 1), draft=draft,
-        algorithm=algorithm, num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens, spec=spec,
-        max_new_tokens=max_new_tokens, sampling=sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-        min_new_tokens=min_new_tokens, logit_bias=logit_bias, seed=seed, stop=stop, stop_token_ids=stop_token_ids,
-        ignore_eos=ignore_eos, chat=chat, page_size=page_size, prefill_chunk=prefill_chunk,
+        params,
+        prompt,
+        time.perf_counter(),
+        whole_number("rounds_per_chunk", rounds_per_chunk, 1),
+        draft=draft,
+        algorithm=algorithm,
+        num_steps=num_steps,
+        topk=topk,
+        num_draft_tokens=num_draft_tokens,
+        spec=spec,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        min_new_tokens=min_new_tokens,
+        logit_bias=logit_bias,
+        seed=seed,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=ignore_eos,
+        chat=chat,
+        page_size=page_size,
+        prefill_chunk=prefill_chunk,
         prefill_attention=prefill_attention,
-    )  # fmt: skip
+    )
     return chunks(call)
 
 

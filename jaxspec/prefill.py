@@ -1,90 +1,122 @@
-"""How prompts are taken in: in programs of which sizes, and with which attention."""
+"""Prefill: prompts are taken in by chunks, and each gets its first token from the target."""
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config import ConfigError, ModelConfig
-from pallas_kernels.attention.rows import Library, library_for_chunks
-
-BLOCK = {"cpu": 16, "gpu": 64}
-"""Prompt positions of a block: a row of a prefill program. A text's blocks stand in one program side by side."""
-SIZES = {"cpu": (1, 2, 4, 8), "gpu": (2, 4, 8, 16, 32, 64)}
-"""Blocks of a prefill program."""
-LONG_SIZES = {"cpu": (256, 1024), "gpu": (2048, 8192)}
-"""Positions of programs that take in the beginning of one long prompt as one row: on a GPU through a library's attention, over
-no pages; on a CPU because each block would gather its keys anew."""
-CAPACITIES = (2048, 8192, 32768, 131072, 524288)
-"""Positions that the rows of a table have room for: few, so that programs are few."""
-BUCKETS = (1, 2, 4, 8, 16, 32, 64)
-"""Rows of a table; beyond the last one in steps of it."""
-ENDS = 16
-"""Rows whose prompt may end in one prefill program, which runs the head for so many."""
-PREFILL_ATTENTION = ("auto", "paged", "cudnn", "xla")
+from jaxspec.kvcache import PagedKVCache
+from jaxspec.models import decoder
+from jaxspec.models.paged import paged_forward
+from jaxspec.round import Program, RoundState, context, emit, give_up, not_numbers
+from jaxspec.sampling import process_logits
+from jaxspec.trees.tree import root_only
+from jaxspec.verify import Verifier
+from pallas_kernels.attention.rows import Library
 
 
-def program_sizes(long: Library | None, chunk: int | None = None) -> dict[str, Any]:
-    """Sizes of the prefill programs, as fields of `engine.messages.Limits`.
-
-    Args:
-      long: how the beginning of a long prompt attends, from `prefill_attention`.
-      chunk: positions of a row, where the caller wants others.
-    """
-    over_pages = long is None and platform() == "cpu"
-    sizes = LONG_SIZES[platform()] if over_pages or long is not None else ()
-    if chunk is not None:
-        sizes = () if long is None else (chunk,)
-    return {
-        "prefill_sizes": SIZES[platform()], "block": chunk or BLOCK[platform()], "long_sizes": sizes,
-        "long_anywhere": over_pages, "max_ends": ENDS,
-    }  # fmt: skip
-
-
-def platform() -> str:
-    """ "cpu" or "gpu"."""
-    return "cpu" if jax.default_backend() == "cpu" else "gpu"
+@partial(jax.jit, static_argnames=("program", "chunk", "fresh", "ends"), donate_argnames="state")
+def prefill_chunk(
+    params: dict,
+    draft_params: Any,
+    state: RoundState,
+    continued: Bool[Array, " B"] | None = None,
+    *,
+    program: Program,
+    chunk: int,
+    fresh: Library | None = None,
+    ends: int | None = None,
+) -> RoundState:
+    """`prefill_step` as one program."""
+    with decoder.full_precision(params):
+        return prefill_step(program, params, draft_params, state, chunk, fresh, continued, ends)
 
 
-def buckets_for(rows: int) -> tuple[int, ...]:
-    """Table sizes up to the first that holds `rows`."""
-    more = range(2 * BUCKETS[-1], rows + BUCKETS[-1], BUCKETS[-1])
-    every = (*BUCKETS, *more)
-    return every[: next(i for i, size in enumerate(every) if size >= rows) + 1]
+def prefill_step(
+    program: Program,
+    params: dict,
+    draft_params: Any,
+    state: RoundState,
+    chunk: int,
+    fresh: Library | None = None,
+    continued: Bool[Array, " B"] | None = None,
+    ends: int | None = None,
+) -> RoundState:
+    """Takes in the next `chunk` positions of every row that still has some; one whose prompt ends there gets its first token.
 
-
-def capacity_for(positions: int, most: int) -> int:
-    """Positions of a row with room for `positions`, in a model whose context holds `most`."""
-    return min(next((c for c in CAPACITIES if c >= positions), most), max(most, positions))
-
-
-def prefill_attention(config: ModelConfig, dtype, asked: str = "auto") -> Library | None:
-    """How the beginning of a long prompt attends: through cuDNN or XLA over the chunk alone; None: our kernel over the pages.
+    A row begins at its own committed length. Shorter rests are padded on the right: padded rows write nothing. One text may
+    stand in several rows that share a page table, each beginning where the one before it ends: in every layer all keys are
+    written before any is read.
 
     Args:
-      config, dtype: the target.
-      asked: one of `PREFILL_ATTENTION`.
-
-    Raises:
-      ConfigError: no such name, or cuDNN was asked for by name and does not serve this model here.
+      fresh: a library that attends over the chunk alone (`PagedAttend`); every row must be at its beginning.
+      continued: rows whose text goes on in another row; None: none. What this leaves of their state must not be kept.
+      ends: at most so many rows end their prompt in this chunk; None: any number. The head is run for so many.
     """
-    if asked not in PREFILL_ATTENTION:
-        raise ConfigError(f"prefill_attention={asked!r} must be one of {', '.join(PREFILL_ATTENTION)}")
-    if asked in ("paged", "xla"):
-        return None if asked == "paged" else "xla"
-    windows = {w is not None and w < LONG_SIZES["gpu"][-1] for w in config.windows}
-    kinds = [(dtype, config.key_head_dim, config.value_head_dim, windowed, config.attention_softcap) for windowed in windows]
-    library = library_for_chunks(kinds)
-    if library is None and asked == "cudnn":
-        raise ConfigError(
-            "prefill_attention='cudnn' needs a GPU with cuDNN, bfloat16 or float16, heads of up to 256 channels and no soft "
-            "cap: leave it 'auto'"
+    config, table, length = program.config, state.cache.page_table, state.cache.length
+    batch, max_len = state.tokens.shape
+    n_valid = jnp.where(state.done, 0, jnp.clip(state.fill - length, 0, chunk))
+    positions = length[:, None] + jnp.arange(chunk)
+    tokens = jnp.take_along_axis(state.tokens, jnp.minimum(positions, max_len - 1), 1)
+    valid = jnp.arange(chunk)[None] < n_valid[:, None]
+    tokens = jnp.where(valid, tokens, 0)
+    ctx = dataclasses.replace(context(program, params, state, n_valid > 0), fresh=fresh, continued=continued)
+    last, taps = jnp.maximum(n_valid - 1, 0)[:, None], program.drafter.taps
+    only_last = all(0 <= tap < config.num_layers for tap in taps)
+    out = paged_forward(
+        params,
+        config,
+        decoder.embed(params, config, tokens),
+        state.cache.layers,
+        table,
+        length,
+        positions,
+        valid,
+        taps=taps,
+        fresh=fresh,
+        rows=last if only_last else None,
+    )
+
+    hidden = out.hidden if only_last else jnp.take_along_axis(out.hidden, last[..., None], 1)
+    broken = (n_valid > 0) & not_numbers(hidden)
+    state = give_up(state, broken)
+    emits = (n_valid > 0) & (length + n_valid >= state.fill) & ~state.resumed & ~broken
+    first = first_tokens(program, params, state, hidden, jnp.take_along_axis(tokens, last, 1)[:, 0], emits, ends)
+    state, _ = emit(state, first[:, None], jnp.zeros((batch, 1), bool), emits.astype(jnp.int32), state.fill)
+
+    behind = (length + n_valid)[:, None] + jnp.arange(program.drafter.lookahead)[None]
+    following = jnp.take_along_axis(state.tokens, jnp.minimum(behind, max_len - 1), 1)
+    draft_state = program.drafter.prefill(draft_params, state.draft, ctx, tokens, following, out.features, n_valid)
+    committed = length + jnp.where(broken, 0, n_valid)
+    return dataclasses.replace(state, cache=PagedKVCache(out.layers, table, committed), draft=draft_state)
+
+
+def first_tokens(
+    program: Program,
+    params: dict,
+    state: RoundState,
+    hidden: Float[Array, "B 1 E"],
+    roots: Int[Array, " B"],
+    emits: Bool[Array, " B"],
+    ends: int | None,
+) -> Int[Array, " B"]:
+    """What the target chooses behind the last prompt token, for at most `ends` rows that emit; 0 for the others."""
+    batch, tokens, sampling = hidden.shape[0], state.tokens, state.sampling.at_class(program.sampling)
+    fill, prompt_length, keys = state.fill, state.prompt_length, state.keys
+    rows = None
+    if ends is not None and ends < batch:
+        rows = jnp.nonzero(emits, size=ends, fill_value=batch)[0]
+        every = (hidden, roots, tokens, sampling, fill, prompt_length, keys)
+        hidden, roots, tokens, sampling, fill, prompt_length, keys = jax.tree.map(
+            lambda x: x[jnp.minimum(rows, batch - 1)], every
         )
-    return library
-
-
-def first_attention(config: ModelConfig, dtype, asked: str, length: int) -> Library | None:
-    """How the beginning of a prompt of `length` tokens attends when it is alone; arguments as for `prefill_attention`."""
-    long, sizes = prefill_attention(config, dtype, asked), SIZES[platform()]
-    return long if length > sizes[-1] * BLOCK[platform()] else None
+    logits = decoder.unembed(params, program.config, hidden, exact=True)
+    tree = root_only(roots)
+    logits = process_logits(logits, sampling, tree, tokens, fill, prompt_length)
+    chosen = Verifier()(tree, logits, sampling, keys, fill - 1).tokens[:, 0]
+    return chosen if rows is None else jnp.zeros(batch, jnp.int32).at[rows].set(chosen, mode="drop")

@@ -175,6 +175,6 @@ def build_requests(
                 stop_ids=stop_ids[i],
                 ignore_eos=bool(ignore[i]),
                 stop=stops[i],
-            )  # fmt: skip
+            )
         )
     return requests, single

@@ -169,9 +169,20 @@ def acceptance(
 
 
 def result_of(
-    request: Any, answer: Any, drafter: Any, spec: Any, tokenizer: Any, *, first: float, all_first: float, ended: float,
-    all_ended: float, compile_seconds: float = 0.0, cached_tokens: int = 0, num_retractions: int = 0,
-) -> GenerationResult:  # fmt: skip
+    request: Any,
+    answer: Any,
+    drafter: Any,
+    spec: Any,
+    tokenizer: Any,
+    *,
+    first: float,
+    all_first: float,
+    ended: float,
+    all_ended: float,
+    compile_seconds: float = 0.0,
+    cached_tokens: int = 0,
+    num_retractions: int = 0,
+) -> GenerationResult:
     """The result of an answer that has ended.
 
     Args:
@@ -201,11 +212,15 @@ def result_of(
         end_to_end_seconds=ended,
         cached_tokens=cached_tokens,
         num_retractions=num_retractions,
-        **acceptance(
-            from_draft, round_of, proposed_upto, drafter.max_accept - 1 - drafter.num_exact, drafter.target_passes
-        ),
-    )  # fmt: skip
+        **acceptance(from_draft, round_of, proposed_upto, drafter.max_accept - 1 - drafter.num_exact, drafter.target_passes),
+    )
     return GenerationResult(
-        text=answer.text, tokens=answer.tokens, finish_reason=answer.reason or "length", stats=stats,
-        from_draft=from_draft.tolist(), tokenizer=tokenizer, rid=request.rid, matched_stop=answer.matched_stop,
-    )  # fmt: skip
+        text=answer.text,
+        tokens=answer.tokens,
+        finish_reason=answer.reason or "length",
+        stats=stats,
+        from_draft=from_draft.tolist(),
+        tokenizer=tokenizer,
+        rid=request.rid,
+        matched_stop=answer.matched_stop,
+    )

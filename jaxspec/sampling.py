@@ -127,10 +127,7 @@ def sampling_arrays(
 
 
 def sampling_state(
-    params: Sequence[SamplingParams],
-    vocab_size: int,
-    stop_ids: Sequence[Sequence[int]],
-    ignore_eos: Sequence[bool],
+    params: Sequence[SamplingParams], vocab_size: int, stop_ids: Sequence[Sequence[int]], ignore_eos: Sequence[bool]
 ) -> SamplingState:
     """Gathers the parameters of a batch into arrays (host code), for a program of the smallest class that serves them.
 

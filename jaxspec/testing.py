@@ -61,10 +61,17 @@ def check_drafter(
 def start(params, prompts, algorithm, draft, spec: SpecConfig | None, max_new_tokens: int) -> Batch:
     """Greedy answers to `prompts`, with the prompts taken in: every sequence stands before its first round."""
     batch = open_batch(
-        params, [list(prompt) for prompt in prompts], draft=draft, algorithm=algorithm, spec=spec,
-        seed=list(range(len(prompts))), ignore_eos=True, max_new_tokens=max_new_tokens, page_size=PAGE_SIZE,
+        params,
+        [list(prompt) for prompt in prompts],
+        draft=draft,
+        algorithm=algorithm,
+        spec=spec,
+        seed=list(range(len(prompts))),
+        ignore_eos=True,
+        max_new_tokens=max_new_tokens,
+        page_size=PAGE_SIZE,
         prefill_chunk=PAGE_SIZE,
-    )  # fmt: skip
+    )
     batch.prefill()
     return batch
 

@@ -11,9 +11,16 @@ from jaxspec import cli
 from jaxspec.config import ConfigError
 
 DATA_OPTIONS = (
-    "tokens", "length", "rows", "temperatures", "user_temperature", "longest_user", "longest_answer", "opener_share",
+    "tokens",
+    "length",
+    "rows",
+    "temperatures",
+    "user_temperature",
+    "longest_user",
+    "longest_answer",
+    "opener_share",
     "least_distinct",
-)  # fmt: skip
+)
 """Fields of `SynthesisOptions` that the command line gives."""
 
 STORE_DTYPES = ("float32", "float16", "bfloat16")
@@ -65,23 +72,40 @@ def parser(head: str | None, cls: type[argparse.ArgumentParser] = argparse.Argum
     p.add_argument("--out", metavar="DIR", help="folder of the trained head (HEAD data: may be left out)")
     p.add_argument("--data", metavar="FILE", help="rows to train on: read if the file exists, else written there")
     p.add_argument("--dtype", help="type that is computed in (default: float32 on a CPU, bfloat16 on a GPU)")
-    p.add_argument("--from", dest="start", metavar="DIR",
-                   help="begin with the weights of a head that was trained before, with the same options")  # fmt: skip
+    p.add_argument(
+        "--from",
+        dest="start",
+        metavar="DIR",
+        help="begin with the weights of a head that was trained before, with the same options",
+    )
     p.add_argument("--force", action="store_true", help="replace --out if it exists")
     p.add_argument("--quiet", action="store_true", help="no progress bars")
 
     group = p.add_argument_group("data")
     helps, defaults = cli.field_help(SynthesisOptions), SynthesisOptions()
-    group.add_argument("--prompts", metavar="JSONL", help="rows with 'turns' or 'prompt', whose answers are written; default: "
-                       "the target is the user, too")  # fmt: skip
-    group.add_argument("--exclude", metavar="JSONL", nargs="+", default=[],
-                       help="evaluation prompts: rows that share 13 tokens in a row with one are dropped")  # fmt: skip
+    group.add_argument(
+        "--prompts",
+        metavar="JSONL",
+        help="rows with 'turns' or 'prompt', whose answers are written; default: the target is the user, too",
+    )
+    group.add_argument(
+        "--exclude",
+        metavar="JSONL",
+        nargs="+",
+        default=[],
+        help="evaluation prompts: rows that share 13 tokens in a row with one are dropped",
+    )
     for name in DATA_OPTIONS:
         default = getattr(defaults, name)
         many = isinstance(default, tuple)
         kind = type(default[0]) if many else type(default)
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, nargs="+" if many else None,
-                           help=cli.with_default(helps[name], default))  # fmt: skip
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            default=None,
+            nargs="+" if many else None,
+            help=cli.with_default(helps[name], default),
+        )
 
     group = p.add_argument_group("training")
     helps, plain = cli.field_help(TrainOptions), TrainOptions(steps=1)
@@ -95,8 +119,9 @@ def parser(head: str | None, cls: type[argparse.ArgumentParser] = argparse.Argum
     for name in ("batch", "weight_decay", "warmup", "clip", "held_out", "evaluate_every", "checkpoint_every"):
         default = getattr(plain, name)
         shown = decay if name == "weight_decay" else default
-        group.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=None,
-                           help=cli.with_default(helps[name], shown))  # fmt: skip
+        group.add_argument(
+            f"--{name.replace('_', '-')}", type=type(default), default=None, help=cli.with_default(helps[name], shown)
+        )
     group.add_argument("--evaluate-steps", type=int, help="steps between measurements, in place of seconds")
     group.add_argument("--checkpoint-steps", type=int, help="steps between checkpoints, in place of seconds")
     group.add_argument("--stop-after", type=int, help=cli.with_default(helps["stop_after"], None))

@@ -112,7 +112,7 @@ def choices(path: Path) -> set[str]:
 def test_only_pallas_kernels_chooses_a_kernel():
     """Beside it only the user's option for prefill names a library; and nothing reaches behind an operation's interface."""
     named = {name: choices(path) for name, path in KNOWN.items() if name.split(".")[0] == "jaxspec"}
-    assert {name: found for name, found in named.items() if found} == {"jaxspec.prefill": {"cudnn"}}
+    assert {name: found for name, found in named.items() if found} == {"jaxspec.engine.sizes": {"cudnn"}}
     interfaces = {"pallas_kernels", "pallas_kernels.device", "pallas_kernels.attention.rows"}
     for name, wanted in GRAPH.items():
         if name.split(".")[0] == "jaxspec":

@@ -26,8 +26,22 @@ def run(*arguments: str, **options) -> subprocess.CompletedProcess:
 
 
 def test_generate_compares_and_reports_json():
-    done = run("jaxspec.generate", "--model", LLAMA, "--token-ids", "1,2 3", "--max-new-tokens", "12", "--ignore-eos",
-               "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5", "--compare", "--json")  # fmt: skip
+    done = run(
+        "jaxspec.generate",
+        "--model",
+        LLAMA,
+        "--token-ids",
+        "1,2 3",
+        "--max-new-tokens",
+        "12",
+        "--ignore-eos",
+        "--speculative-algorithm",
+        "NGRAM",
+        "--speculative-num-draft-tokens",
+        "5",
+        "--compare",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     assert "RuntimeWarning" not in done.stderr
     report = json.loads(done.stdout)

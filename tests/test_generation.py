@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import prefill, runtime
+from jaxspec import runtime
 from jaxspec.config import ConfigError, SpecConfig
 from jaxspec.drafters.ngram.config import NgramConfig
 from jaxspec.drafters.ngram.history import NgramHistory
-from jaxspec.engine import kept
+from jaxspec.engine import kept, sizes
 from jaxspec.engine.device import Device
 from pallas_kernels.attention import rows
 from tests import tiny
@@ -66,9 +66,9 @@ def test_greedy_output_equals_plain_decoding(name, reference):
 def test_a_first_chunk_attended_to_by_a_library_changes_no_answer(case, chunk, reference, monkeypatch):
     """Prompts that are long beside the sizes of the programs."""
     prompts, expected = reference
-    monkeypatch.setattr(prefill, "SIZES", {"cpu": (1, 2)})
-    monkeypatch.setattr(prefill, "BLOCK", {"cpu": 4})
-    monkeypatch.setattr(prefill, "LONG_SIZES", {"cpu": (8,), "gpu": (8,)})
+    monkeypatch.setattr(sizes, "SIZES", {"cpu": (1, 2)})
+    monkeypatch.setattr(sizes, "BLOCK", {"cpu": 4})
+    monkeypatch.setattr(sizes, "LONG_SIZES", {"cpu": (8,), "gpu": (8,)})
     long, run = [], Device._prefill
     monkeypatch.setattr(Device, "_prefill", lambda self, each, of: long.append(each.long) or run(self, each, of))
     options = {"algorithm": "none", **options_of(case)} if not case else options_of(case)
@@ -81,7 +81,7 @@ def test_a_first_chunk_attended_to_by_a_library_changes_no_answer(case, chunk, r
 
 def test_prefill_attention_is_chosen_by_model_and_device(monkeypatch):
     config = tiny.target().config
-    choose = partial(prefill.prefill_attention, config, np.dtype("float32"))
+    choose = partial(sizes.prefill_attention, config, np.dtype("float32"))
     assert [choose(), choose("paged"), choose("xla")] == [None, None, "xla"]
     with pytest.raises(ConfigError, match="prefill_attention='cudnn' needs a GPU"):
         choose("cudnn")

@@ -52,8 +52,17 @@ def test_drafts_are_part_of_the_pytree():
 
 def test_repr_is_readable():
     text = repr(jaxspec.load(FIXTURES / "target_gemma3"))
-    for part in ("gemma3", "6 × width 32", "4 heads, 2 key/value heads of 16, sliding window 5", "float32", "stop ids    1",
-                 "none: prompts are token ids", "MiB", "512 positions", "tied"):  # fmt: skip
+    for part in (
+        "gemma3",
+        "6 × width 32",
+        "4 heads, 2 key/value heads of 16, sliding window 5",
+        "float32",
+        "stop ids    1",
+        "none: prompts are token ids",
+        "MiB",
+        "512 positions",
+        "tied",
+    ):
         assert part in text, text
     assert "8 experts (2 per token)" in repr(jaxspec.load(FIXTURES / "target_qwen3_moe"))
 

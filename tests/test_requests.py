@@ -87,9 +87,16 @@ def test_stops_of_each_prompt(model):
 def test_sampling_params_say_what_the_keywords_say(model):
     params, prompts, _ = model
     wanted = {
-        "temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "presence_penalty": 0.1,
-        "frequency_penalty": 0.2, "min_new_tokens": 5, "logit_bias": {3: 1.0},
-    }  # fmt: skip
+        "temperature": 1.2,
+        "top_k": 20,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "min_new_tokens": 5,
+        "logit_bias": {3: 1.0},
+    }
     options = {"draft": tiny.small_draft(), "max_new_tokens": LENGTH}
     expected = shown(jaxspec.generate(params, prompts, seed=5, **wanted, **options))
     assert shown(jaxspec.generate(params, prompts, sampling=SamplingParams(**wanted, seed=5), **options)) == expected
@@ -108,15 +115,19 @@ def test_no_stop_before_the_least_length(model):
     assert (free.tokens, free.finish_reason) == (answers[0].tokens[: answers[0].tokens.index(stop) + 1], "stop")
     result = jaxspec.generate(params, prompts[0], draft=tiny.target(), max_new_tokens=LENGTH, min_new_tokens=10)
     assert len(result.tokens) >= 10 and stop not in result.tokens[:9]
-    assert result.tokens == jaxspec.generate(
-        params, prompts[0], algorithm="none", max_new_tokens=LENGTH, min_new_tokens=10
-    ).tokens  # fmt: skip
+    assert (
+        result.tokens == jaxspec.generate(params, prompts[0], algorithm="none", max_new_tokens=LENGTH, min_new_tokens=10).tokens
+    )
 
 
 INTEGERS = {
-    "python": int, "numpy": np.int64, "small": np.uint8, "no dimension": np.array, "jax": jnp.int32,
+    "python": int,
+    "numpy": np.int64,
+    "small": np.uint8,
+    "no dimension": np.array,
+    "jax": jnp.int32,
     "torch": lambda n: pytest.importorskip("torch").tensor(n),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", INTEGERS)
@@ -125,9 +136,8 @@ def test_a_whole_number_may_be_of_any_library(kind, model):
     make, stop = INTEGERS[kind], answers[0].tokens[1]
     expected = jaxspec.generate(params, prompts[0], max_new_tokens=6, seed=3, top_k=4, temperature=1.0, num_draft_tokens=3)
     result = jaxspec.generate(
-        params, prompts[0], max_new_tokens=make(6), seed=make(3), top_k=make(4), temperature=make(1),
-        num_draft_tokens=make(3),
-    )  # fmt: skip
+        params, prompts[0], max_new_tokens=make(6), seed=make(3), top_k=make(4), temperature=make(1), num_draft_tokens=make(3)
+    )
     assert shown([result]) == shown([expected])
     assert jaxspec.SamplingParams(seed=make(3), top_k=make(4)) == jaxspec.SamplingParams(seed=3, top_k=4)
     for ids in (make(stop), [make(stop)], (make(stop),)):
@@ -136,9 +146,14 @@ def test_a_whole_number_may_be_of_any_library(kind, model):
 
 
 ARRAYS = {
-    "numpy": np.array, "jax": jnp.array, "list of numpy": lambda x: [*np.array(x)], "list of jax": lambda x: [*jnp.array(x)],
-    "unsigned": lambda x: np.array(x, np.uint16), "tuple": tuple, "torch": lambda x: pytest.importorskip("torch").tensor(x),
-}  # fmt: skip
+    "numpy": np.array,
+    "jax": jnp.array,
+    "list of numpy": lambda x: [*np.array(x)],
+    "list of jax": lambda x: [*jnp.array(x)],
+    "unsigned": lambda x: np.array(x, np.uint16),
+    "tuple": tuple,
+    "torch": lambda x: pytest.importorskip("torch").tensor(x),
+}
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
@@ -175,9 +190,7 @@ def test_a_chunk_has_at_least_one_round(rounds, model):
 @pytest.mark.parametrize("bias", [{5: 100.0}, [(5, 100.0)], ((5, 100.0),), [{5: 100.0}, {5: 100.0}], [[(5, 100.0)], {5: 90}]])
 def test_a_bias_reaches_every_token(bias, model):
     params, prompts, _ = model
-    results = jaxspec.generate(
-        params, prompts, draft=tiny.small_draft(), max_new_tokens=6, ignore_eos=True, logit_bias=bias
-    )  # fmt: skip
+    results = jaxspec.generate(params, prompts, draft=tiny.small_draft(), max_new_tokens=6, ignore_eos=True, logit_bias=bias)
     assert [r.tokens for r in results] == [[5] * 6] * 2
 
 
@@ -185,7 +198,7 @@ def test_biases_of_one_prompt_are_not_those_of_the_other(model):
     params, prompts, answers = model
     results = jaxspec.generate(
         params, prompts, draft=tiny.target(), max_new_tokens=6, ignore_eos=True, logit_bias=[None, {5: 100.0}]
-    )  # fmt: skip
+    )
     assert [r.tokens for r in results] == [answers[0].tokens[:6], [5] * 6]
 
 

@@ -116,9 +116,12 @@ def test_every_stop_position_and_length_limit_inside_an_accepted_run():
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.integers(0, 5), min_size=6, max_size=6), st.integers(0, 6), st.integers(0, 8),
-    st.lists(st.integers(0, 5), max_size=3), st.booleans(),
-)  # fmt: skip
+    st.lists(st.integers(0, 5), min_size=6, max_size=6),
+    st.integers(0, 6),
+    st.integers(0, 8),
+    st.lists(st.integers(0, 5), max_size=3),
+    st.booleans(),
+)
 def test_cut_agrees_with_reading_token_by_token(tokens, count, remaining, stops, ignore):
     sampling = sampling_state([SamplingParams()], 6, [stops], [ignore])
     kept, done, stopped = cut(jnp.array([tokens]), jnp.array([count]), jnp.array([remaining]), sampling)

@@ -18,11 +18,7 @@ def test_a_cpu_gets_no_gpu_options():
 
 @pytest.mark.parametrize(
     ("flags", "kept"),
-    [
-        ("", True),
-        ("--xla_gpu_autotune_level=0", True),
-        ("--xla_gpu_autotune_level=0 --xla_gpu_graph_min_graph_size=7", False),
-    ],
+    [("", True), ("--xla_gpu_autotune_level=0", True), ("--xla_gpu_autotune_level=0 --xla_gpu_graph_min_graph_size=7", False)],
 )
 def test_a_flag_of_the_user_wins(monkeypatch, flags, kept):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

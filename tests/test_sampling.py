@@ -176,9 +176,13 @@ def test_greedy_rows_are_one_hot_at_the_first_maximum():
 def test_small_temperatures_do_not_overflow():
     state = state_of(SamplingParams(temperature=1e-6), vocab=3)
     logits = process_logits(
-        jnp.asarray([[[jnp.inf, -jnp.inf, jnp.nan]]]), state, root_only(jnp.zeros(1, jnp.int32)),
-        jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), jnp.ones(1, jnp.int32),
-    )  # fmt: skip
+        jnp.asarray([[[jnp.inf, -jnp.inf, jnp.nan]]]),
+        state,
+        root_only(jnp.zeros(1, jnp.int32)),
+        jnp.zeros((1, 1), jnp.int32),
+        jnp.ones(1, jnp.int32),
+        jnp.ones(1, jnp.int32),
+    )
     assert probabilities(logits, state)[0, 0].tolist() == [1, 0, 0]
 
 
@@ -271,9 +275,14 @@ def test_every_node_sees_what_plain_decoding_would_see(seed):
             plain_length[b] += len(path)
         last = np.take_along_axis(plain_history, plain_length[:, None] - 1, 1)[:, 0]
         want = process_logits(
-            jnp.asarray(logits[:, t : t + 1]), state, root_only(jnp.asarray(last)), jnp.asarray(plain_history),
-            jnp.asarray(plain_length), prompt * ones, words[:, t : t + 1],
-        )  # fmt: skip
+            jnp.asarray(logits[:, t : t + 1]),
+            state,
+            root_only(jnp.asarray(last)),
+            jnp.asarray(plain_history),
+            jnp.asarray(plain_length),
+            prompt * ones,
+            words[:, t : t + 1],
+        )
         np.testing.assert_allclose(whole[:, t], want[:, 0], rtol=1e-6)
 
 

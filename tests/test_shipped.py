@@ -29,17 +29,26 @@ NAME = "smollm2-135m"
 def row(head, platform, tree, accept_length, speedup):
     steps, topk, nodes = tree
     return {
-        "model": NAME, "head": head, "platform": platform, "device": "test", "num_steps": steps, "topk": topk,
-        "num_draft_tokens": nodes, "accept_length": accept_length, "speedup": speedup,
-    }  # fmt: skip
+        "model": NAME,
+        "head": head,
+        "platform": platform,
+        "device": "test",
+        "num_steps": steps,
+        "topk": topk,
+        "num_draft_tokens": nodes,
+        "accept_length": accept_length,
+        "speedup": speedup,
+    }
 
 
 ROWS = [
-    row("eagle3", "cpu", (2, 1, 3), 1.5, 1.2), row("eagle3", "cpu", (3, 2, 6), 2.0, 1.7),
+    row("eagle3", "cpu", (2, 1, 3), 1.5, 1.2),
+    row("eagle3", "cpu", (3, 2, 6), 2.0, 1.7),
     row("eagle3", "gpu", (5, 4, 8), 2.5, 0.9),
-    row("eagle", "cpu", (2, 2, 4), 1.4, 1.1), row("eagle", "gpu", (2, 2, 5), 1.4, 1.3),
+    row("eagle", "cpu", (2, 2, 4), 1.4, 1.1),
+    row("eagle", "gpu", (2, 2, 5), 1.4, 1.3),
     row("standalone", "cpu", (2, 1, 3), 1.4, 0.5),
-]  # fmt: skip
+]
 
 
 @pytest.fixture

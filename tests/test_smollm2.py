@@ -56,9 +56,13 @@ def test_greedy_answers_equal_those_of_transformers():
     for prompt, tokens in zip(PROMPTS, plain(), strict=True):
         ids = params().tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
         out = model.generate(
-            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=LENGTH,
-            do_sample=False, eos_token_id=2, pad_token_id=2,
-        )  # fmt: skip
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            max_new_tokens=LENGTH,
+            do_sample=False,
+            eos_token_id=2,
+            pad_token_id=2,
+        )
         assert out[0, len(ids) :].tolist() == tokens
 
 
@@ -103,10 +107,13 @@ GOLDEN = Path(__file__).parent / "data" / "golden_accepts.json"
 """What the shipped heads accept of `PROMPTS[:4]`, in float32 on a CPU: name of head and tree → for each prompt rounds, drafts
 proposed, and how many rounds emitted 0, 1, … of them. `python tests/test_smollm2.py` writes it anew."""
 TREES = {
-    "eagle3": ((3, 1, 4), (5, 4, 8), (5, 8, 64)), "eagle": ((3, 1, 4), (5, 4, 8)), "mtp": ((3, 1, 4), (3, 2, 6)),
-    "dflash": ((None, 1, None), (None, 4, 16)), "dspark": ((None, 1, None), (None, 4, 16)),
+    "eagle3": ((3, 1, 4), (5, 4, 8), (5, 8, 64)),
+    "eagle": ((3, 1, 4), (5, 4, 8)),
+    "mtp": ((3, 1, 4), (3, 2, 6)),
+    "dflash": ((None, 1, None), (None, 4, 16)),
+    "dspark": ((None, 1, None), (None, 4, 16)),
     "uno": ((1, 1, 8), (7, 4, 16)),
-}  # fmt: skip
+}
 
 
 def accepted(head: str, tree: tuple) -> list:

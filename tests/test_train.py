@@ -119,10 +119,31 @@ def test_rows_outlive_an_interruption(tmp_path, monkeypatch, capsys):
     from jaxspec.training import loop, synthesis
 
     arguments = [
-        "eagle3", "--target", TARGET, "--steps", "6", "--tokens", "1000", "--length", "24", "--rows", "48", "--batch", "4",
-        "--held-out", "4", "--draft-vocab", "64", "--steps-ahead", "2", "--store-dtype", "float32",
-        "--quantize", "int8", "--quiet",
-    ]  # fmt: skip
+        "eagle3",
+        "--target",
+        TARGET,
+        "--steps",
+        "6",
+        "--tokens",
+        "1000",
+        "--length",
+        "24",
+        "--rows",
+        "48",
+        "--batch",
+        "4",
+        "--held-out",
+        "4",
+        "--draft-vocab",
+        "64",
+        "--steps-ahead",
+        "2",
+        "--store-dtype",
+        "float32",
+        "--quantize",
+        "int8",
+        "--quiet",
+    ]
     seen = []
 
     def watched(*args, **options):

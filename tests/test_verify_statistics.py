@@ -18,11 +18,7 @@ from jaxspec.trees.tree import DraftTree, chain, from_parents
 from tests.parity.checks.statistics import p_value
 
 V, LENGTH, ROUNDS, START = 4, 3, 25_000, 1
-SETTINGS = {
-    "plain": {},
-    "hot": {"temperature": 1.5},
-    "filtered": {"temperature": 0.9, "top_k": 3, "top_p": 0.9, "min_p": 0.02},
-}
+SETTINGS = {"plain": {}, "hot": {"temperature": 1.5}, "filtered": {"temperature": 0.9, "top_k": 3, "top_p": 0.9, "min_p": 0.02}}
 TREES = ("wide", "deep", "random")
 LEVEL = 1e-3 / (len(TREES) * len(SETTINGS) + 2 * 2 + 1)
 

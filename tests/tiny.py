@@ -30,9 +30,16 @@ class CharTokenizer:
 
 def config(layers: int = 2, width: int = 32, heads: int = 4, vocab: int = VOCAB, **changes) -> ModelConfig:
     values = {
-        "family": "llama", "vocab_size": vocab, "hidden_size": width, "num_layers": layers, "num_heads": heads,
-        "num_kv_heads": 2, "head_dim": 8, "ffn_size": 2 * width, "max_positions": 256,
-    }  # fmt: skip
+        "family": "llama",
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "ffn_size": 2 * width,
+        "max_positions": 256,
+    }
     return ModelConfig(**{**values, **changes})
 
 

@@ -63,9 +63,18 @@ def run_part(part: str, out: pathlib.Path, limit: float):
         if part == "ncu":
             names = "regex:tree_attention|_attention|merge|mosaic|body"
             command = [
-                "ncu", "--clock-control", "none", "--csv", "--log-file", str(out / "ncu.csv"), "--metrics", NCU_METRICS,
-                "-k", names, *command,
-            ]  # fmt: skip
+                "ncu",
+                "--clock-control",
+                "none",
+                "--csv",
+                "--log-file",
+                str(out / "ncu.csv"),
+                "--metrics",
+                NCU_METRICS,
+                "-k",
+                names,
+                *command,
+            ]
         env = dict(os.environ, XLA_PYTHON_CLIENT_MEM_FRACTION="0.8", TF_CPP_MIN_LOG_LEVEL="2")
         with open(out / f"{part}.log", "a") as log:
             try:

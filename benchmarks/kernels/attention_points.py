@@ -30,7 +30,7 @@ CHOICES = {
     (1, 512, 8): "mosaic 1/64/64/4/2/2/2",
     (1, 8192, 8): "mosaic 1/64/64/4/2/2/2",
     (1, 8192, 1): "mosaic 16/64/64/4/2/2",
-}  # fmt: skip
+}
 
 
 class Pools:
@@ -123,7 +123,7 @@ def attention_call(backend: str | None, tiling=None):
     def attend(q, k, v, table, length, visible, positions):
         return tree_attention(
             q, k, v, table, length, visible, positions, positions, scale=D**-0.5, backend=backend, tiling=tiling
-        )  # fmt: skip
+        )
 
     return attend
 

@@ -231,8 +231,15 @@ def measure(results: Rows, points: list, count: int) -> None:
                 f, x = future.result(), x[:rows]
                 _, error, first = jax.block_until_ready(f(x, ws, wanted))
                 seconds = best_time(f, x, ws, wanted) / (n + 1)
-                row = {"rows": rows, "K": K, "N": N, "us": seconds * 1e6, "gbps": 2 * K * N / seconds / 1e9,
-                       "error": float(error), "first_row": zlib.crc32(np.asarray(first).tobytes())}  # fmt: skip
+                row = {
+                    "rows": rows,
+                    "K": K,
+                    "N": N,
+                    "us": seconds * 1e6,
+                    "gbps": 2 * K * N / seconds / 1e9,
+                    "error": float(error),
+                    "first_row": zlib.crc32(np.asarray(first).tobytes()),
+                }
                 if tiling is not None:
                     row |= {"tiling": dataclasses.astuple(tiling), "predicted_us": predicted(tiling, rows, K, N) * 1e6}
                 return row

@@ -137,8 +137,15 @@ def measure(results: Rows, way: str, rows: int, warm: float, seconds: float, wat
         if not jnp.isfinite(run(x, ws)).all():
             raise FloatingPointError(f"{way} {name}: results that are not finite; such numbers take less power")
         burst, long, chip = steady(lambda: run(x, ws), watch, warm, seconds)
-        found = {"product": name, "way": way, "rows": rows, "ms": long * 1e3 / count, "burst_ms": burst * 1e3 / count,
-                 "tflops": flops * count / long / 1e12, **chip}  # fmt: skip
+        found = {
+            "product": name,
+            "way": way,
+            "rows": rows,
+            "ms": long * 1e3 / count,
+            "burst_ms": burst * 1e3 / count,
+            "tflops": flops * count / long / 1e12,
+            **chip,
+        }
         return found | {"joules": chip["watts"] * long / count} if "watts" in chip else found
 
     for name in SHAPES:

@@ -23,6 +23,8 @@ def busy(path: str, cycles: float) -> dict:
     kernels = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and e.get("cat") == "kernel"]
     wall = max(end for _, end in kernels) - min(begin for begin, _ in kernels)
     return {
-        "cycles": cycles, "wall_ms": wall / cycles / 1e3, "gpu_busy_ms": union(kernels) / cycles / 1e3,
+        "cycles": cycles,
+        "wall_ms": wall / cycles / 1e3,
+        "gpu_busy_ms": union(kernels) / cycles / 1e3,
         "kernels_per_cycle": len(kernels) / cycles,
-    }  # fmt: skip
+    }

@@ -130,11 +130,15 @@ def answer(
     if draft is None and row.head not in (PLAIN, "ngram"):
         raise ConfigError(f"row {row.name!r}: no such head; the model has {', '.join(params.drafts) or 'none'}")
     return generate(
-        params, [list(r.ids) for r in requests], draft=draft, algorithm="auto" if draft is not None else row.head,
-        spec=SpecConfig(*row.tree), temperature=[r.temperature for r in requests],
+        params,
+        [list(r.ids) for r in requests],
+        draft=draft,
+        algorithm="auto" if draft is not None else row.head,
+        spec=SpecConfig(*row.tree),
+        temperature=[r.temperature for r in requests],
         seed=[FIRST_SEED + r.index for r in requests],
         max_new_tokens=settings.new_tokens if new_tokens is None else new_tokens,
-    )  # fmt: skip
+    )
 
 
 def warm(params: ModelParams, row: Row, requests: Sequence[Request], settings: Settings) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxspec.config import ConfigError, SpecConfig
+from jaxspec.engine.sizes import first_attention
 from jaxspec.generation import generate
-from jaxspec.prefill import first_attention
 from jaxspec.results import GenerationResult
 
 
@@ -111,8 +111,14 @@ def measure_decoding(
     if batch < 1:
         raise ConfigError(f"batch={batch} must be at least 1")
     groups = list(batches_of(prompts, batch))
-    options = {"algorithm": algorithm, "draft": draft, "spec": spec, "max_new_tokens": max_new_tokens, "ignore_eos": True,
-               **options}  # fmt: skip
+    options = {
+        "algorithm": algorithm,
+        "draft": draft,
+        "spec": spec,
+        "max_new_tokens": max_new_tokens,
+        "ignore_eos": True,
+        **options,
+    }
     generate(params, groups[0], **options)
     answers, seconds, round_ms, first = [], 0.0, [], []
     for group in tqdm(groups, desc=algorithm, unit="batch", disable=not progress):
@@ -160,18 +166,22 @@ def measure_prefill(
     for length in lengths:
         ran = first_attention(params.config, dtype, attention, length) or "paged"
         prompts = random_prompts(params.config.vocab_size, length, batch)
-        settings = {
-            "algorithm": "none", "max_new_tokens": 1, "ignore_eos": True, "prefill_attention": attention, **options
-        }  # fmt: skip
+        settings = {"algorithm": "none", "max_new_tokens": 1, "ignore_eos": True, "prefill_attention": attention, **options}
         compile_seconds = generate(params, prompts, **settings)[0].stats.compile_seconds
         ms = []
         for _ in range(repeats):
             ms.append(generate(params, prompts, **settings)[0].stats.prefill_seconds * 1e3)
             jax.block_until_ready(params.tree)
-        rows.append({
-            "tokens": length, "batch": batch, "attention": ran, "ms": statistics.median(ms),
-            "spread_ms": max(ms) - min(ms), "compile_seconds": compile_seconds,
-        })  # fmt: skip
+        rows.append(
+            {
+                "tokens": length,
+                "batch": batch,
+                "attention": ran,
+                "ms": statistics.median(ms),
+                "spread_ms": max(ms) - min(ms),
+                "compile_seconds": compile_seconds,
+            }
+        )
     return rows
 
 

@@ -17,8 +17,15 @@ from jaxspec.round import Program, RoundState, round_step
 _MULTIPLY = {"dot_general", "pallas_call", "custom_vmap_call"}
 """Primitives that a weight enters to be multiplied: products, and our kernels on Triton and (wrapped by Pallas) Mosaic GPU."""
 _VIEWS = {
-    "convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "slice", "dynamic_slice", "concatenate",
-}  # fmt: skip
+    "convert_element_type",
+    "transpose",
+    "reshape",
+    "broadcast_in_dim",
+    "squeeze",
+    "slice",
+    "dynamic_slice",
+    "concatenate",
+}
 
 
 def round_reads(program: Program, params: Any, draft_params: Any, state: RoundState, context: int) -> dict[str, int]:

@@ -32,14 +32,14 @@ def command_line() -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout that runs; JAXSPEC_COMMIT where the checkout came without its history, else "unknown"."""
+    """The commit that runs: JAXSPEC_COMMIT, for a checkout that came without its history; else the checkout's; or "unknown"."""
+    if "JAXSPEC_COMMIT" in os.environ:
+        return os.environ["JAXSPEC_COMMIT"]
     git, root = shutil.which("git"), Path(__file__).parents[2]
-    if git and (root / ".git").exists():
-        asked = [git, "-C", str(root), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
-        found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
-        if found:
-            return found
-    return os.environ.get("JAXSPEC_COMMIT", "unknown")
+    if git is None or not (root / ".git").exists():
+        return "unknown"
+    asked = [git, "-C", str(root), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 def provenance() -> dict[str, Any]:

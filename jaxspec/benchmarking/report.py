@@ -12,8 +12,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns aligned: the first to the left, numbers to the right."""
     cells = [[str(c) for c in row] for row in (header, *rows)]
     width = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, width, strict=True)))
-             for row in cells]  # fmt: skip
+    lines = [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, width, strict=True)))
+        for row in cells
+    ]
     return "\n".join((lines[0], "-" * len(lines[0]), *lines[1:]))
 
 
@@ -34,18 +36,31 @@ def round_report(result: RoundResult) -> str:
     if not result.parts:
         return title + "\nno parts: the profiler was off or told nothing about the device"
     rows = [
-        (name, f"{p['ms']:.4f}", f"{p['ms'] / result.ms:.0%}", f"{p['bytes'] / 1e6:.1f}" if p["bytes"] else "",
-         f"{p['share']:.0%}" if p["share"] else "")
+        (
+            name,
+            f"{p['ms']:.4f}",
+            f"{p['ms'] / result.ms:.0%}",
+            f"{p['bytes'] / 1e6:.1f}" if p["bytes"] else "",
+            f"{p['share']:.0%}" if p["share"] else "",
+        )
         for name, p in result.parts.items()
-    ]  # fmt: skip
+    ]
     return title + "\n" + table(("part", "ms", "of round", "MB to read", "floor/time"), rows)
 
 
 def summary(results: Sequence[RoundResult]) -> str:
     """One line per round."""
     rows = [
-        (r.name, r.batch, r.context, f"{r.ms:.3f}", f"{r.floor_ms:.3f}", f"{r.floor_ms / r.ms:.0%}",
-         f"{r.tokens_per_second:.0f}", f"{r.parts['gaps']['ms']:.3f}" if r.parts else "")
+        (
+            r.name,
+            r.batch,
+            r.context,
+            f"{r.ms:.3f}",
+            f"{r.floor_ms:.3f}",
+            f"{r.floor_ms / r.ms:.0%}",
+            f"{r.tokens_per_second:.0f}",
+            f"{r.parts['gaps']['ms']:.3f}" if r.parts else "",
+        )
         for r in results
-    ]  # fmt: skip
+    ]
     return table(("round", "batch", "context", "ms", "floor ms", "floor/time", "tokens/s", "gaps ms"), rows)

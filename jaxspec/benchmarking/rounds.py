@@ -120,9 +120,16 @@ def prepare(case: RoundCase, target: Any, draft: Any, max_rounds: int) -> Batch:
     rng = np.random.default_rng(0)
     text = rng.integers(0, min(ALPHABET, target.config.vocab_size), (case.batch, case.context + 1))
     batch = open_batch(
-        target, text[:, :-1].tolist(), draft=draft, algorithm=case.algorithm, spec=case.spec, seed=list(range(case.batch)),
-        ignore_eos=True, max_new_tokens=room, page_size=case.page_size,
-    )  # fmt: skip
+        target,
+        text[:, :-1].tolist(),
+        draft=draft,
+        algorithm=case.algorithm,
+        spec=case.spec,
+        seed=list(range(case.batch)),
+        ignore_eos=True,
+        max_new_tokens=room,
+        page_size=case.page_size,
+    )
     if simulated is not None:
         batch.program = dataclasses.replace(batch.program, verifier=simulated)
     batch.state = at_context(fill_pools(batch.state), case.context, text)
@@ -152,10 +159,13 @@ def at_context(state: RoundState, context: int, text: np.ndarray | None = None) 
     return dataclasses.replace(
         state,
         cache=dataclasses.replace(state.cache, length=jnp.asarray(zeros + context)),
-        tokens=tokens, done=jnp.zeros(batch, bool), stopped=jnp.zeros(batch, bool), broken=jnp.zeros(batch, bool),
+        tokens=tokens,
+        done=jnp.zeros(batch, bool),
+        stopped=jnp.zeros(batch, bool),
+        broken=jnp.zeros(batch, bool),
         rounds=jnp.asarray(zeros),
         fill=jnp.asarray(zeros + context),
-    )  # fmt: skip
+    )
 
 
 class Runner:

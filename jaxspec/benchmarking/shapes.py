@@ -30,9 +30,16 @@ LLAMA_ROPE = RopeConfig(
 
 def _model(family: str, hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, **more):
     return ModelConfig(
-        family=family, vocab_size=vocab, hidden_size=hidden, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads,
-        head_dim=head_dim, ffn_size=ffn, **{"max_positions": 131072, **more},
-    )  # fmt: skip
+        family=family,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=ffn,
+        **{"max_positions": 131072, **more},
+    )
 
 
 MODELS: dict[str, ModelConfig] = {
@@ -51,27 +58,40 @@ def eagle3(target: ModelConfig) -> EagleConfig:
     """One layer of the target's sizes behind three taps, with a vocabulary of its own of at most 32000 tokens."""
     vocab = min(32000, target.vocab_size // 2)
     return EagleConfig(
-        layers=_layers(target, 1), fused=True, taps=eagle_taps(target.num_layers), target_hidden_size=target.hidden_size,
-        draft_vocab_size=vocab, reduced_vocab=True, own_head=True,
-    )  # fmt: skip
+        layers=_layers(target, 1),
+        fused=True,
+        taps=eagle_taps(target.num_layers),
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=vocab,
+        reduced_vocab=True,
+        own_head=True,
+    )
 
 
 def eagle2(target: ModelConfig) -> EagleConfig:
     """One layer of the target's sizes, with the target's embedding and head."""
     return EagleConfig(
-        layers=_layers(target, 1), fused=False, taps=(FINAL_NORM,), target_hidden_size=target.hidden_size,
-        draft_vocab_size=target.vocab_size, fc_bias=True,
-    )  # fmt: skip
+        layers=_layers(target, 1),
+        fused=False,
+        taps=(FINAL_NORM,),
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=target.vocab_size,
+        fc_bias=True,
+    )
 
 
 def dflash(target: ModelConfig, num_layers: int = 5, block_size: int = 16) -> DFlashConfig:
     """Layers of the target's sizes over blocks of 16, with the target's embedding and head."""
     num_layers = min(num_layers, target.num_layers - 2)
     return DFlashConfig(
-        layers=_layers(target, num_layers), taps=dflash_taps(target.num_layers, num_layers),
-        target_hidden_size=target.hidden_size, draft_vocab_size=target.vocab_size, block_size=block_size,
-        mask_token_id=target.vocab_size - 1, num_target_layers=target.num_layers,
-    )  # fmt: skip
+        layers=_layers(target, num_layers),
+        taps=dflash_taps(target.num_layers, num_layers),
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=target.vocab_size,
+        block_size=block_size,
+        mask_token_id=target.vocab_size - 1,
+        num_target_layers=target.num_layers,
+    )
 
 
 def dspark(target: ModelConfig) -> DFlashConfig:
@@ -94,9 +114,18 @@ def uno(target: ModelConfig) -> UnoConfig:
 def _layers(target: ModelConfig, num_layers: int) -> ModelConfig:
     """Plain layers of the target's sizes."""
     return _model(
-        "llama", target.hidden_size, num_layers, target.num_heads, target.num_kv_heads, target.head_dim, target.ffn_size,
-        target.vocab_size, norm_eps=target.norm_eps, rope=target.rope, max_positions=target.max_positions,
-    )  # fmt: skip
+        "llama",
+        target.hidden_size,
+        num_layers,
+        target.num_heads,
+        target.num_kv_heads,
+        target.head_dim,
+        target.ffn_size,
+        target.vocab_size,
+        norm_eps=target.norm_eps,
+        rope=target.rope,
+        max_positions=target.max_positions,
+    )
 
 
 def drafts() -> dict[str, Callable[[ModelConfig], Any]]:

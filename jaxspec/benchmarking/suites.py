@@ -48,14 +48,37 @@ PEER_ROWS: dict[str, SuiteCase] = {
 """The rounds of the peer table by name, at batch 1 and context 512."""
 
 PEER_ORDER: tuple[tuple[str, int, int], ...] = (
-    ("standalone 3/1/4", 1, 512), ("dflash 16", 1, 512), ("plain", 1, 512), ("eagle3 3/1/4", 1, 512), ("uno 8/1/8", 1, 512),
-    ("dflash tree 16", 1, 512), ("dflash 16", 8, 512), ("eagle3 5/8/64", 8, 512), ("eagle3 3/4/16", 8, 512),
-    ("ngram 16", 8, 512), ("eagle3 5/4/8", 1, 512), ("eagle3 5/8/64", 1, 512), ("plain", 8, 512), ("eagle3 3/1/4", 8, 512),
-    ("ngram 16", 1, 512), ("eagle 5/4/8", 1, 512), ("eagle3 3/4/16", 1, 512), ("eagle3 5/4/8", 8, 512), ("plain", 32, 512),
-    ("eagle3 3/1/4", 32, 512), ("plain", 1, 8192), ("eagle3 3/1/4", 1, 8192), ("plain", 8, 8192), ("eagle3 3/1/4", 8, 8192),
-    ("uno 16/32/32", 1, 512), ("uno 8/1/8", 8, 512), ("dflash tree 16", 8, 512), ("eagle3 5/8/64", 1, 8192),
-    ("plain", 4, 512), ("eagle3 3/1/4", 4, 512),
-)  # fmt: skip
+    ("standalone 3/1/4", 1, 512),
+    ("dflash 16", 1, 512),
+    ("plain", 1, 512),
+    ("eagle3 3/1/4", 1, 512),
+    ("uno 8/1/8", 1, 512),
+    ("dflash tree 16", 1, 512),
+    ("dflash 16", 8, 512),
+    ("eagle3 5/8/64", 8, 512),
+    ("eagle3 3/4/16", 8, 512),
+    ("ngram 16", 8, 512),
+    ("eagle3 5/4/8", 1, 512),
+    ("eagle3 5/8/64", 1, 512),
+    ("plain", 8, 512),
+    ("eagle3 3/1/4", 8, 512),
+    ("ngram 16", 1, 512),
+    ("eagle 5/4/8", 1, 512),
+    ("eagle3 3/4/16", 1, 512),
+    ("eagle3 5/4/8", 8, 512),
+    ("plain", 32, 512),
+    ("eagle3 3/1/4", 32, 512),
+    ("plain", 1, 8192),
+    ("eagle3 3/1/4", 1, 8192),
+    ("plain", 8, 8192),
+    ("eagle3 3/1/4", 8, 8192),
+    ("uno 16/32/32", 1, 512),
+    ("uno 8/1/8", 8, 512),
+    ("dflash tree 16", 8, 512),
+    ("eagle3 5/8/64", 1, 8192),
+    ("plain", 4, 512),
+    ("eagle3 3/1/4", 4, 512),
+)
 """Row, batch, context of the peer suite, the most telling first, for a run that may have to stop early."""
 
 

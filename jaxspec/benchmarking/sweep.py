@@ -16,9 +16,17 @@ STEPS, TOPK, NODES, BATCHES = (0, 1, 3, 5, 7), (0, 1, 2, 4, 8), (0, 2, 4, 8, 16,
 """SGLang's grid; 0/0/0 stands for plain decoding."""
 
 COLUMNS = (
-    "setup", "batch_size", "steps", "topk", "num_draft_tokens", "acc_length", "step_time", "speed", "tokens_per_second",
+    "setup",
+    "batch_size",
+    "steps",
+    "topk",
+    "num_draft_tokens",
+    "acc_length",
+    "step_time",
+    "speed",
+    "tokens_per_second",
     "completion_tokens",
-)  # fmt: skip
+)
 """`step_time` in seconds; `speed` = acc_length / step_time: tokens a sequence gains per second."""
 
 

@@ -21,11 +21,7 @@ from jaxspec.files.errors import ConversionError
 from jaxspec.files.replacing import replacing
 from jaxspec.hub import locate
 
-DTYPES = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
+DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
 def parse_dtype(dtype: Any) -> np.dtype | None:
@@ -139,9 +135,7 @@ def export_hf(checkpoint: Checkpoint, folder: Path, dtype: np.dtype | None, prog
         def build(part):
             return advance(checkpoint.build(part, dtype))
 
-        write_hf(
-            whole, checkpoint.tensors, folder, export=export, build=build, dtype=dtype, tokenizer=checkpoint.tokenizer
-        )  # fmt: skip
+        write_hf(whole, checkpoint.tensors, folder, export=export, build=build, dtype=dtype, tokenizer=checkpoint.tokenizer)
         for part in apart.values():
             beside = folder / format_of(part.config).folder
             beside.mkdir()

@@ -124,13 +124,15 @@ def open_converted(folder: Path, target: ModelConfig | None = None) -> Checkpoin
         missing = [lead + path for path in flatten(shapes) if lead + path not in tensors.info]
         return Part(config, shapes, tuple(Rule(name[len(lead) :], (name,), COPY) for name in found + missing))
 
-    drafts = {
-        name: part(store.read_config(path)[0], f"drafts/{name}/") for name, path in store.draft_folders(folder).items()
-    }  # fmt: skip
+    drafts = {name: part(store.read_config(path)[0], f"drafts/{name}/") for name, path in store.draft_folders(folder).items()}
     return Checkpoint(
-        folder, "converted folder", part(store.read_config(folder)[0]), tensors,
-        tokenizer=TokenizerFiles.of_folder(folder), drafts=drafts,
-    )  # fmt: skip
+        folder,
+        "converted folder",
+        part(store.read_config(folder)[0]),
+        tensors,
+        tokenizer=TokenizerFiles.of_folder(folder),
+        drafts=drafts,
+    )
 
 
 def open_hf(folder: Path, target: ModelConfig | None = None) -> Checkpoint:

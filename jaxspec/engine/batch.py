@@ -15,10 +15,11 @@ from jaxspec.config import SpecConfig
 from jaxspec.engine import rows
 from jaxspec.engine.messages import NotANumber
 from jaxspec.engine.rows import Layout
+from jaxspec.engine.sizes import BLOCK, platform
 from jaxspec.kvcache import LayerKV, init_layers, pages_for
-from jaxspec.prefill import BLOCK, platform
+from jaxspec.prefill import prefill_chunk
 from jaxspec.requests import build_requests
-from jaxspec.round import Program, RoundState, prefill_chunk, run_rounds
+from jaxspec.round import Program, RoundState, run_rounds
 from jaxspec.runtime import check_memory, compiled, own_settings
 from jaxspec.sampling import largest_class, sampling_class
 from jaxspec.speculation import Speculation
@@ -115,13 +116,27 @@ def open_batch(params: Any, prompts: Sequence[Any], **options: Any) -> Batch:
     admissions, next_page = [], 1
     for i, (request, limit) in enumerate(zip(requests, limits, strict=True)):
         count = pages_for(limit + drafter.slack, page_size)
-        admissions.append({
-            "row": i, "length": 0, "prompt_length": len(request.ids), "fill": len(request.ids), "resumed": False,
-            "limit": limit, "capacity": count * page_size, "rounds_left": MANY_ROUNDS, "drafting": True,
-            "seen": len(request.ids), "rounds": 0, "proposed": 0, "sampling": request.sampling,
-            "stop_ids": request.stop_ids, "ignore_eos": request.ignore_eos,
-            "pages": list(range(next_page, next_page + count)), "tokens": request.ids,
-        })  # fmt: skip
+        admissions.append(
+            {
+                "row": i,
+                "length": 0,
+                "prompt_length": len(request.ids),
+                "fill": len(request.ids),
+                "resumed": False,
+                "limit": limit,
+                "capacity": count * page_size,
+                "rounds_left": MANY_ROUNDS,
+                "drafting": True,
+                "seen": len(request.ids),
+                "rounds": 0,
+                "proposed": 0,
+                "sampling": request.sampling,
+                "stop_ids": request.stop_ids,
+                "ignore_eos": request.ignore_eos,
+                "pages": list(range(next_page, next_page + count)),
+                "tokens": request.ids,
+            }
+        )
         next_page += layout.pages
     mail = rows.pack_admissions(layout, len(requests), admissions, config.vocab_size)
 
@@ -135,6 +150,11 @@ def open_batch(params: Any, prompts: Sequence[Any], **options: Any) -> Batch:
     check_memory(needed, f"{len(requests)} sequences of {max_len} tokens")
     state = jax.jit(partial(rows.state_of, layout), donate_argnums=(1, 2))(jnp.asarray(mail), *pools())[1]
     return Batch(
-        params.tree, chosen.draft_tree, program, chosen.spec, state, [r.ids.tolist() for r in requests],
+        params.tree,
+        chosen.draft_tree,
+        program,
+        chosen.spec,
+        state,
+        [r.ids.tolist() for r in requests],
         chunk or BLOCK[platform()],
-    )  # fmt: skip
+    )

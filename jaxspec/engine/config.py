@@ -58,8 +58,12 @@ class EngineConfig:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1, or None")
         for name in (
-            "page_size", "chunked_prefill_size", "prefill_budget", "prefill_decode_interval", "num_continuous_decode_steps"
-        ):  # fmt: skip
+            "page_size",
+            "chunked_prefill_size",
+            "prefill_budget",
+            "prefill_decode_interval",
+            "num_continuous_decode_steps",
+        ):
             value = getattr(self, name)
             most = MAX_PAGE if name == "page_size" else MAX_PREFILL
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:

@@ -69,7 +69,7 @@ class Flight:
                     proposed_upto=upto,
                     rounds=rounds,
                     proposed=proposed,
-                )  # fmt: skip
+                )
             )
         return Report(self.kind, rows)
 
@@ -153,9 +153,13 @@ class Device:
         for start in range(0, max(len(grants), 1), size):
             first = start == 0
             mail = table.pack_orders(
-                self.bucket, size, orders.finish if first else {}, grants[start : start + size],
-                orders.capacity if first else {}, rounds,
-            )  # fmt: skip
+                self.bucket,
+                size,
+                orders.finish if first else {},
+                grants[start : start + size],
+                orders.capacity if first else {},
+                rounds,
+            )
             self.rows = self._run(orders_program, None, self.rows, mail)
 
     def _admit(self, admissions: tuple[Admission, ...]) -> None:
@@ -172,21 +176,35 @@ class Device:
     def _described(self, a: Admission) -> dict[str, Any]:
         request = a.request
         return {
-            "row": a.row, "length": a.cached, "prompt_length": len(request.ids), "fill": a.fill, "resumed": a.resumed,
-            "limit": a.limit, "capacity": len(a.pages) * self.memory.page_size, "rounds_left": self.rounds,
-            "drafting": request.speculation, "seen": a.fill + a.resumed, "rounds": a.rounds, "proposed": a.proposed,
-            "sampling": request.sampling, "stop_ids": request.stop_ids, "ignore_eos": request.ignore_eos,
-            "pages": a.pages, "tokens": a.tokens,
-        }  # fmt: skip
+            "row": a.row,
+            "length": a.cached,
+            "prompt_length": len(request.ids),
+            "fill": a.fill,
+            "resumed": a.resumed,
+            "limit": a.limit,
+            "capacity": len(a.pages) * self.memory.page_size,
+            "rounds_left": self.rounds,
+            "drafting": request.speculation,
+            "seen": a.fill + a.resumed,
+            "rounds": a.rounds,
+            "proposed": a.proposed,
+            "sampling": request.sampling,
+            "stop_ids": request.stop_ids,
+            "ignore_eos": request.ignore_eos,
+            "pages": a.pages,
+            "tokens": a.tokens,
+        }
 
     def _prefill_of(self, prefill: Prefill, of_class: str) -> tuple[Any, dict]:
         """The key and the static arguments of a prefill program."""
         count = 1 if prefill.long else prefill.size
         chunk = prefill.size if prefill.long else self.limits.block
         static = {
-            "program": dataclasses.replace(self.program, sampling=of_class), "chunk": chunk,
-            "fresh": self.long if prefill.long else None, "ends": min(self.limits.max_ends, count),
-        }  # fmt: skip
+            "program": dataclasses.replace(self.program, sampling=of_class),
+            "chunk": chunk,
+            "fresh": self.long if prefill.long else None,
+            "ends": min(self.limits.max_ends, count),
+        }
         return (self.layout, count, chunk, prefill.long, of_class), static
 
     def _prefill(self, prefill: Prefill, of_class: str) -> None:
@@ -201,7 +219,7 @@ class Device:
             taken, continued = self._run(take_program, key[1], self.rows, blocks)
         memory.pools, taken = memory.run(
             prefill_program, key, memory.tree, memory.draft_tree, memory.pools, taken, continued, **static
-        )  # fmt: skip
+        )
         self.rows = taken if whole else self._run(put_program, key[1], self.rows, taken, blocks, continued)
 
     def _rounds_of(self, of_class: str) -> tuple[Any, dict]:
@@ -212,7 +230,7 @@ class Device:
         memory, (key, static) = self.memory, self._rounds_of(of_class)
         memory.pools, self.rows = memory.run(
             rounds_program, key, memory.tree, memory.draft_tree, memory.pools, self.rows, **static
-        )  # fmt: skip
+        )
 
     @own_settings()
     def _compile_ahead(self, launch: Launch) -> None:

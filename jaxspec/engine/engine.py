@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
 
-from jaxspec import prefill
 from jaxspec.config import ConfigError, SpecConfig
+from jaxspec.engine import sizes
 from jaxspec.engine.config import EngineConfig
 from jaxspec.engine.core import Core
 from jaxspec.engine.device import Device
@@ -75,9 +75,12 @@ class Engine:
         )
         limits = self._limits()
         self.memory = Memory(
-            params.tree, self.chosen.draft_tree, self.chosen.program, page_size=self.config.page_size,
+            params.tree,
+            self.chosen.draft_tree,
+            self.chosen.program,
+            page_size=self.config.page_size,
             num_pages=limits.total_pages + 1,
-        )  # fmt: skip
+        )
         c = self.config
         device = Device(self.memory, limits, self._long, c.num_continuous_decode_steps)
         if c.warmup == "eager":
@@ -85,13 +88,17 @@ class Engine:
         self._core = Core(
             device,
             SchedulerConfig(
-                schedule_policy=c.schedule_policy, schedule_conservativeness=c.schedule_conservativeness,
-                prefill_budget=c.prefill_budget, prefill_decode_interval=c.prefill_decode_interval,
-                max_prefill_tokens=c.chunked_prefill_size, rounds_per_launch=c.num_continuous_decode_steps,
-                prefix_cache=not c.disable_radix_cache, low_priority_first=c.schedule_low_priority_values_first,
+                schedule_policy=c.schedule_policy,
+                schedule_conservativeness=c.schedule_conservativeness,
+                prefill_budget=c.prefill_budget,
+                prefill_decode_interval=c.prefill_decode_interval,
+                max_prefill_tokens=c.chunked_prefill_size,
+                rounds_per_launch=c.num_continuous_decode_steps,
+                prefix_cache=not c.disable_radix_cache,
+                low_priority_first=c.schedule_low_priority_values_first,
             ),
             clock=time.perf_counter,
-        )  # fmt: skip
+        )
         self._handles: dict[str, Handle] = {}  # by key
         self._keys: dict[str, str] = {}  # by name
         self._names, self._seeds = itertools.count(), itertools.count(c.random_seed or 0)
@@ -110,13 +117,13 @@ class Engine:
     def _limits(self) -> Limits:
         """Sizes of table and pool."""
         c, model, drafter = self.config, self.params.config, self.chosen.program.drafter
-        running = c.max_running_requests or RUNNING[prefill.platform()]
+        running = c.max_running_requests or RUNNING[sizes.platform()]
         if c.context_length is not None and c.context_length > model.max_positions:
             raise ConfigError(f"context_length={c.context_length} exceeds the model's {model.max_positions} positions")
         context = c.context_length or model.max_positions
         row_pages = pages_for(context + drafter.slack, c.page_size)
         dtype = self.params.tree["embedder"]["embedding"].dtype
-        self._long = prefill.prefill_attention(model, dtype)
+        self._long = sizes.prefill_attention(model, dtype)
         if c.max_total_tokens is not None:
             pages = pages_for(c.max_total_tokens, c.page_size)
         else:
@@ -133,10 +140,16 @@ class Engine:
                 f"mem_fraction_static={c.mem_fraction_static} or max_total_tokens={c.max_total_tokens}, or take a smaller tree"
             )
         return Limits(
-            buckets=prefill.buckets_for(running), **prefill.program_sizes(self._long), max_len=context, total_pages=pages,
-            page_size=c.page_size, max_accept=drafter.max_accept, slack=drafter.slack, key_lookahead=drafter.key_lookahead,
+            buckets=sizes.buckets_for(running),
+            **sizes.program_sizes(self._long),
+            max_len=context,
+            total_pages=pages,
+            page_size=c.page_size,
+            max_accept=drafter.max_accept,
+            slack=drafter.slack,
+            key_lookahead=drafter.key_lookahead,
             separate_blocks=drafter.separate_blocks,
-        )  # fmt: skip
+        )
 
     # What a caller does.
 
@@ -271,9 +284,17 @@ class Engine:
     # Requests.
 
     def _requests(
-        self, prompt, *, n: int = 1, rid: str | None = None, priority: int = 0, speculation: bool = True, cache_salt: str = "",
-        extra_key: str = "", **request: Any,
-    ) -> tuple[list[Request], bool]:  # fmt: skip
+        self,
+        prompt,
+        *,
+        n: int = 1,
+        rid: str | None = None,
+        priority: int = 0,
+        speculation: bool = True,
+        cache_salt: str = "",
+        extra_key: str = "",
+        **request: Any,
+    ) -> tuple[list[Request], bool]:
         n = whole_number("n", plain(n), 1)
         made, single = build_requests(self.params, prompt, **request)
         if self.config.random_seed is not None and request.get("seed") is None:
@@ -391,11 +412,18 @@ class Engine:
         over, piece, result = answer.reason is not None, answer.piece(), None
         if over:
             result = result_of(
-                handle.request, answer, self.chosen.program.drafter, self.chosen.spec, self.params.tokenizer,
-                first=handle.first, all_first=handle.first, ended=handle.ended, all_ended=handle.ended,
+                handle.request,
+                answer,
+                self.chosen.program.drafter,
+                self.chosen.spec,
+                self.params.tokenizer,
+                first=handle.first,
+                all_first=handle.first,
+                ended=handle.ended,
+                all_ended=handle.ended,
                 cached_tokens=delta.cached_tokens,
                 num_retractions=delta.num_retractions,
-            )  # fmt: skip
+            )
         if piece.tokens or piece.text or over:
             handle.push(StreamChunk(handle.index, piece.text, piece.tokens, result, piece.from_draft))
         if over:

@@ -17,9 +17,22 @@ class Job:
     """A request that has not ended: its official tokens, its log, and its row while it has one."""
 
     __slots__ = (
-        "arrival", "cached_tokens", "count", "first_edge", "kind", "limit", "log", "order", "proposed", "request",
-        "retractions", "rounds", "row", "tokens", "waits_for",
-    )  # fmt: skip
+        "arrival",
+        "cached_tokens",
+        "count",
+        "first_edge",
+        "kind",
+        "limit",
+        "log",
+        "order",
+        "proposed",
+        "request",
+        "retractions",
+        "rounds",
+        "row",
+        "tokens",
+        "waits_for",
+    )
 
     def __init__(self, request: Request, arrival: int, limit: int, order: tuple, first_edge: tuple | None):
         self.request, self.arrival, self.limit, self.order, self.first_edge = request, arrival, limit, order, first_edge
@@ -64,9 +77,21 @@ class Row:
     """A job's place in the table. Reports and launches hold rows, not indices: a late one never reaches another job's row."""
 
     __slots__ = (
-        "common", "cursor", "decodes_from", "fill", "index", "job", "known", "launched", "limit", "namespace", "pages",
-        "retired", "sent", "unread",
-    )  # fmt: skip
+        "common",
+        "cursor",
+        "decodes_from",
+        "fill",
+        "index",
+        "job",
+        "known",
+        "launched",
+        "limit",
+        "namespace",
+        "pages",
+        "retired",
+        "sent",
+        "unread",
+    )
 
     def __init__(self, job: Job, index: int, pages: list[int], cached: int, cursor: tuple[Node, int] | None):
         self.job, self.index, self.pages, self.cursor = job, index, pages, cursor

@@ -15,7 +15,8 @@ from jaxspec.engine import rows as table
 from jaxspec.engine.rows import Layout
 from jaxspec.kvcache import LayerKV, init_layers, join, split
 from jaxspec.models import decoder
-from jaxspec.round import Program, prefill_step, run_rounds
+from jaxspec.prefill import prefill_step
+from jaxspec.round import Program, run_rounds
 from jaxspec.runtime import own_settings
 
 
@@ -27,7 +28,7 @@ def rounds_program(params, draft_params, pools, rows, *, program: Program):
 
 @partial(jax.jit, static_argnames=("program", "chunk", "fresh", "ends"), donate_argnames=("pools", "rows"))
 def prefill_program(params, draft_params, pools, rows, continued, *, program: Program, chunk: int, fresh, ends: int):
-    """`round.prefill_step` on rows from `rows.take_blocks`."""
+    """`prefill.prefill_step` on rows from `rows.take_blocks`."""
     with decoder.full_precision(params):
         return split(prefill_step(program, params, draft_params, join(pools, rows), chunk, fresh, continued, ends))
 

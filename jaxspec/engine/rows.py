@@ -24,9 +24,25 @@ KEEP = -1
 """In an order: the value stays as it is."""
 
 SCALARS = (
-    "row", "length", "prompt_length", "fill", "resumed", "limit", "capacity", "rounds_left", "drafting", "seen", "rounds",
-    "proposed", "seed_high", "seed_low", "top_k", "min_new_tokens", "greedy", "ignore_eos",
-)  # fmt: skip
+    "row",
+    "length",
+    "prompt_length",
+    "fill",
+    "resumed",
+    "limit",
+    "capacity",
+    "rounds_left",
+    "drafting",
+    "seen",
+    "rounds",
+    "proposed",
+    "seed_high",
+    "seed_low",
+    "top_k",
+    "min_new_tokens",
+    "greedy",
+    "ignore_eos",
+)
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 HEADER = ("length", "done", "stopped", "broken", "rounds", "proposed", "count")
 
@@ -147,9 +163,13 @@ def admit(layout: Layout, rows: RoundState, mail: Int[Array, "J words"], draft: 
 
 
 def pack_orders(
-    batch: int, num_grants: int, finish: dict[int, int], grants: list[tuple[int, int, int]], capacity: dict[int, int],
+    batch: int,
+    num_grants: int,
+    finish: dict[int, int],
+    grants: list[tuple[int, int, int]],
+    capacity: dict[int, int],
     rounds: int,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """What `obey` takes: int32 [1 + 2 * batch + 3 * num_grants].
 
     Args:
@@ -195,13 +215,15 @@ def regroup(rows: RoundState, moves: Int[Array, " R"]) -> RoundState:
     kept = moves >= 0
     table = jnp.where(kept[:, None], moved.cache.page_table, SCRATCH_PAGE)
     return dataclasses.replace(
-        moved, cache=dataclasses.replace(moved.cache, page_table=table), done=moved.done | ~kept,
+        moved,
+        cache=dataclasses.replace(moved.cache, page_table=table),
+        done=moved.done | ~kept,
         capacity=jnp.where(kept, moved.capacity, 0),
-    )  # fmt: skip
+    )
 
 
 def take_blocks(rows: RoundState, blocks: Int[Array, "R 2"]) -> tuple[RoundState, Bool[Array, " R"]]:
-    """Rows for `round.prefill_step`: for each block (row, first position) a copy of its row that begins there.
+    """Rows for `prefill.prefill_step`: for each block (row, first position) a copy of its row that begins there.
 
     Returns:
       The rows, done where the block's row is -1, and which of them are continued by the next block.
@@ -209,9 +231,7 @@ def take_blocks(rows: RoundState, blocks: Int[Array, "R 2"]) -> tuple[RoundState
     row, start = blocks[:, 0], blocks[:, 1]
     taken = take_rows(rows, jnp.maximum(row, 0))
     behind = jnp.append(row[1:], -1)
-    taken = dataclasses.replace(
-        taken, cache=dataclasses.replace(taken.cache, length=start), done=taken.done | (row < 0)
-    )  # fmt: skip
+    taken = dataclasses.replace(taken, cache=dataclasses.replace(taken.cache, length=start), done=taken.done | (row < 0))
     return taken, (row >= 0) & (row == behind)
 
 

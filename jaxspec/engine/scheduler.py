@@ -326,9 +326,18 @@ class Scheduler:
             )
         tokens = job.tokens[: job.count].copy()
         return Admission(
-            row.index, job.request, tokens, list(row.pages), row.known, row.fill, job.emitted > 0, row.limit, *logs,
-            job.rounds, job.proposed,
-        )  # fmt: skip
+            row.index,
+            job.request,
+            tokens,
+            list(row.pages),
+            row.known,
+            row.fill,
+            job.emitted > 0,
+            row.limit,
+            *logs,
+            job.rounds,
+            job.proposed,
+        )
 
     def _bound(self, row: Row) -> int:
         base = max(row.known, row.launched)

@@ -101,49 +101,73 @@ def _named(kind: Any, names: str) -> dict[str, Any]:
 
 
 KEYS: dict[str, Any] = {
-    **_named(LAYERS, "num_hidden_layers num_target_layers draft_num_hidden_layers decoder_sparse_step moe_layer_freq "
-             "sliding_window_pattern _sliding_window_pattern"),
+    **_named(
+        LAYERS,
+        "num_hidden_layers num_target_layers draft_num_hidden_layers decoder_sparse_step moe_layer_freq "
+        "sliding_window_pattern _sliding_window_pattern",
+    ),
     **_named(Whole(0, MAX_LAYERS), "first_k_dense_replace num_nextn_predict_layers"),
-    **_named(SIZE, "vocab_size hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size sliding_window "
-             "max_position_embeddings original_max_position_embeddings num_experts_per_tok moe_intermediate_size "
-             "num_local_experts n_routed_experts n_group topk_group kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim "
-             "v_head_dim draft_vocab_size target_hidden_size block_size dspark_block_size r"),
-    **_named(COUNT, "max_window_layers num_experts n_shared_experts shared_expert_intermediate_size conv_group_size "
-             "conv_kernel_size selector_rank selector_top_k markov_rank"),
+    **_named(
+        SIZE,
+        "vocab_size hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size sliding_window "
+        "max_position_embeddings original_max_position_embeddings num_experts_per_tok moe_intermediate_size "
+        "num_local_experts n_routed_experts n_group topk_group kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim "
+        "v_head_dim draft_vocab_size target_hidden_size block_size dspark_block_size r",
+    ),
+    **_named(
+        COUNT,
+        "max_window_layers num_experts n_shared_experts shared_expert_intermediate_size conv_group_size "
+        "conv_kernel_size selector_rank selector_top_k markov_rank",
+    ),
     **_named(ID, "bos_token_id mask_token_id"),
     "eos_token_id": Many(ID, alone=True),
     **_named(AT_LEAST_0, "rms_norm_eps mscale mscale_all_dim"),
-    **_named(POSITIVE, "rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor attention_factor beta_fast "
-             "beta_slow partial_rotary_factor query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping "
-             "routed_scaling_factor lora_alpha"),
+    **_named(
+        POSITIVE,
+        "rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor attention_factor beta_fast "
+        "beta_slow partial_rotary_factor query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping "
+        "routed_scaling_factor lora_alpha",
+    ),
     **_named(NUMBER, "input_embedding_scale output_multiplier"),
-    **_named(FLAG, "tie_word_embeddings attention_bias mlp_bias qkv_bias use_sliding_window norm_topk_prob rope_interleave "
-             "truncate use_bidirectional_attention embed_requires_grad use_rslora causal_head dspark_bonus_anchor "
-             "sample_from_anchor norm_before_residual norm_output norm_before_fc use_aux_norm enable_confidence_head "
-             "confidence_head_with_markov use_aux_hidden_state"),
-    **_named(TEXT, "model_type hidden_act hidden_activation rope_type type topk_method scoring_func speculators_model_type "
-             "peft_type base_model_name_or_path markov_head_type quant_method"),
+    **_named(
+        FLAG,
+        "tie_word_embeddings attention_bias mlp_bias qkv_bias use_sliding_window norm_topk_prob rope_interleave "
+        "truncate use_bidirectional_attention embed_requires_grad use_rslora causal_head dspark_bonus_anchor "
+        "sample_from_anchor norm_before_residual norm_output norm_before_fc use_aux_norm enable_confidence_head "
+        "confidence_head_with_markov use_aux_hidden_state",
+    ),
+    **_named(
+        TEXT,
+        "model_type hidden_act hidden_activation rope_type type topk_method scoring_func speculators_model_type "
+        "peft_type base_model_name_or_path markov_head_type quant_method",
+    ),
     **_named(NAMES, "architectures layer_types"),
     **_named(LAYER_IDS, "target_layer_ids dspark_target_layer_ids aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids"),
     "mlp_only_layers": Many(Whole(0, MAX_LAYERS)),
     "weight_block_size": Many(SIZE),
-    **_named(SECTION, "text_config rope_scaling rope_parameters full_attention sliding_attention quantization_config "
-             "transformer_layer_config eagle_config dflash_config dspark_config"),
-}  # fmt: skip
+    **_named(
+        SECTION,
+        "text_config rope_scaling rope_parameters full_attention sliding_attention quantization_config "
+        "transformer_layer_config eagle_config dflash_config dspark_config",
+    ),
+}
 """Key of a ``config.json`` → what it may be; keys that are not listed are not read, and null is "not given"."""
 
 
 ANY_ID = Whole(-1, (1 << 32) - 1)
 METADATA: dict[str, Any] = {
     **_named(LAYERS, "block_count attention.sliding_window_pattern"),
-    **_named(SIZE, "context_length embedding_length attention.key_length expert_used_count expert_feed_forward_length "
-             "rope.dimension_count rope.scaling.original_context_length"),
+    **_named(
+        SIZE,
+        "context_length embedding_length attention.key_length expert_used_count expert_feed_forward_length "
+        "rope.dimension_count rope.scaling.original_context_length",
+    ),
     **_named(Many(SIZE, alone=True), "attention.head_count attention.head_count_kv feed_forward_length"),
     **_named(COUNT, "expert_count attention.sliding_window"),
     **_named(AT_LEAST_0, "attention.layer_norm_rms_epsilon rope.scaling.factor rope.scale_linear"),
     **_named(POSITIVE, "rope.freq_base rope.freq_base_swa attn_logit_softcapping final_logit_softcapping"),
     **_named(TEXT, "rope.scaling.type"),
-}  # fmt: skip
+}
 """The same for the keys below ``{architecture}.`` of a GGUF file."""
 GENERAL: dict[str, Any] = {
     **_named(TEXT, "general.architecture tokenizer.ggml.model tokenizer.ggml.pre tokenizer.chat_template"),

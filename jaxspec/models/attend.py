@@ -93,9 +93,7 @@ class PagedAttend:
         if adapter is not None and is_plain(plain) and self.fresh is None:
             with jax.named_scope("kv_write"):
                 by_head = self.groups_queries(layer, x, plain["kernel"].shape[1])
-                q, *pools = adapted_rope_write(
-                    x, plain["kernel"], adapter, *angles, *layer, *self.slots, by_head=by_head
-                )  # fmt: skip
+                q, *pools = adapted_rope_write(x, plain["kernel"], adapter, *angles, *layer, *self.slots, by_head=by_head)
         else:
             parts = dense(x, qkv, adder="any")
             if self.over_rows(x.dtype, D, D, **options):  # wants the keys themselves
@@ -125,9 +123,19 @@ class PagedAttend:
         """Attention alone."""
         with jax.named_scope("tree_attention"):
             return tree_attention(
-                q, layer.k, layer.v, self.page_table, self.length, self.visible, self.positions, self.inflight_positions,
-                scale=scale, window=window, sink=self.sink, softcap=softcap,
-            )  # fmt: skip
+                q,
+                layer.k,
+                layer.v,
+                self.page_table,
+                self.length,
+                self.visible,
+                self.positions,
+                self.inflight_positions,
+                scale=scale,
+                window=window,
+                sink=self.sink,
+                softcap=softcap,
+            )
 
 
 def causal_attend(positions: Int[Array, "B T"]) -> Attend:

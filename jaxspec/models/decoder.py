@@ -164,9 +164,16 @@ def attention(
 
 
 def decoder_layer(
-    x: Float[Array, "B T E"], params: dict, config: ModelConfig, layer: int, angles, attend: Attend, cache,
-    normed: Float[Array, "B T E"] | None = None, rows: Int[Array, "B R"] | None = None,
-) -> tuple[Float[Array, "B kept E"], Float[Array, "parts B kept E"], Any]:  # fmt: skip
+    x: Float[Array, "B T E"],
+    params: dict,
+    config: ModelConfig,
+    layer: int,
+    angles,
+    attend: Attend,
+    cache,
+    normed: Float[Array, "B T E"] | None = None,
+    rows: Int[Array, "B R"] | None = None,
+) -> tuple[Float[Array, "B kept E"], Float[Array, "parts B kept E"], Any]:
     """One pre-norm layer before its last sum, which may be one kernel with the norm behind it.
 
     With `sandwich_norms` the outputs of attention and MLP are normed before they are added.
@@ -202,9 +209,13 @@ def decoder_layer(
             parts = norm(add_up(parts, x.dtype), "post_attention_norm")[None]
     with jax.named_scope("mlp"):
         x, normed = add_norm(
-            x, parts, params["mlp_norm"]["scale"], eps=config.norm_eps, plus_one=config.norm_plus_one,
+            x,
+            parts,
+            params["mlp_norm"]["scale"],
+            eps=config.norm_eps,
+            plus_one=config.norm_plus_one,
             adapted="lora" in params["attention"]["out"],
-        )  # fmt: skip
+        )
         if "moe" in params:
             parts = mixture_of_experts(normed, params["moe"], config)[None]
         else:
@@ -254,9 +265,15 @@ def decode(
 
 
 def run_layers(
-    params: dict, config: ModelConfig, x: Float[Array, "B T E"], positions: Int[Array, "B T"], attends: Sequence[Attend],
-    caches: Sequence[Any], rows: Int[Array, "B R"] | None = None, traced_once: bool = False,
-) -> tuple[list[Array], Float[Array, "B kept E"], tuple]:  # fmt: skip
+    params: dict,
+    config: ModelConfig,
+    x: Float[Array, "B T E"],
+    positions: Int[Array, "B T"],
+    attends: Sequence[Attend],
+    caches: Sequence[Any],
+    rows: Int[Array, "B R"] | None = None,
+    traced_once: bool = False,
+) -> tuple[list[Array], Float[Array, "B kept E"], tuple]:
     """All layers and the final norm, each layer with its own `Attend`; arguments as for `decode`.
 
     Args:

@@ -33,9 +33,7 @@ FILES = (
 """What is copied along from a Hugging Face folder; the first six are read here."""
 
 
-BOS_BY_DEFAULT = {
-    f"{name}Tokenizer{fast}" for name in ("Llama", "CodeLlama", "Gemma") for fast in ("", "Fast")
-}  # fmt: skip
+BOS_BY_DEFAULT = {f"{name}Tokenizer{fast}" for name in ("Llama", "CodeLlama", "Gemma") for fast in ("", "Fast")}
 """Values of ``tokenizer_class`` whose ``add_bos_token`` is true unless the file says otherwise (transformers 4)."""
 
 
@@ -232,10 +230,14 @@ class Tokenizer:
             raise ConversionError("this tokenizer has no chat template: pass text or token ids, or chat=False")
         return self._template.render(
             {
-                **self.special_tokens, "tools": None, "documents": None, **variables,
-                "messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt,
+                **self.special_tokens,
+                "tools": None,
+                "documents": None,
+                **variables,
+                "messages": [dict(m) for m in messages],
+                "add_generation_prompt": add_generation_prompt,
             }
-        )  # fmt: skip
+        )
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any

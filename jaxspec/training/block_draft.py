@@ -152,7 +152,12 @@ def draft_config(
         raise ConfigError(f"heads={heads} must be a multiple of kv_heads={kv_heads}, and ffn={ffn} positive")
     return DFlashConfig(
         layers=replace(
-            shape, tie_embeddings=False, bos_token_id=None, stop_token_ids=(), num_heads=heads, num_kv_heads=kv_heads,
+            shape,
+            tie_embeddings=False,
+            bos_token_id=None,
+            stop_token_ids=(),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
             ffn_size=ffn,
         ),
         taps=taps,
@@ -165,7 +170,7 @@ def draft_config(
         embedding_scale=target.embedding_scale,
         logit_softcap=target.logit_softcap,
         **parts,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,12 @@ class Data:
         try:
             with temporary.open("wb") as out:
                 np.savez(
-                    out, tokens=self.tokens.astype(small), supervised=np.packbits(self.supervised, axis=1),
-                    temperatures=self.temperatures, about=np.array(json.dumps(self.about)),
-                )  # fmt: skip
+                    out,
+                    tokens=self.tokens.astype(small),
+                    supervised=np.packbits(self.supervised, axis=1),
+                    temperatures=self.temperatures,
+                    about=np.array(json.dumps(self.about)),
+                )
             os.replace(temporary, file)
         finally:
             temporary.unlink(missing_ok=True)

@@ -127,9 +127,14 @@ def build(
     if markov_rank < 0 or not (markov_rank or confidence):
         raise ConfigError(f"markov_rank={markov_rank} must be at least 1, or 0 with confidence on: dflash has neither head")
     config, fields = block_draft.shared_options(
-        target, OPTIONS, shared, anchor_predicts=True, markov_rank=markov_rank, markov=markov if markov_rank else None,
+        target,
+        OPTIONS,
+        shared,
+        anchor_predicts=True,
+        markov_rank=markov_rank,
+        markov=markov if markov_rank else None,
         confidence=("markov" if markov_rank else "hidden") if confidence else None,
-    )  # fmt: skip
+    )
     return DSparkObjective(
         target, config, **fields, ce=ce, tv=tv, estimate=estimate, soft=soft, label_temperature=label_temperature
     )

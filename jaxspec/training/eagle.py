@@ -116,9 +116,13 @@ def draft_config(target: ModelConfig) -> EagleConfig:
         target, family="eagle", architecture="", bos_token_id=None, stop_token_ids=(), tie_embeddings=False
     )
     return EagleConfig(
-        layers=layers, fused=False, taps=(FINAL_NORM,), target_hidden_size=target.hidden_size,
-        draft_vocab_size=target.vocab_size, layout="eagle",
-    )  # fmt: skip
+        layers=layers,
+        fused=False,
+        taps=(FINAL_NORM,),
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=target.vocab_size,
+        layout="eagle",
+    )
 
 
 def build(target: ModelConfig, **options) -> EagleObjective:

@@ -24,11 +24,27 @@ def plain_layers(target: ModelConfig, num_layers: int = 1, **changes: Any) -> Mo
     if target.mla is not None:
         rope = dataclasses.replace(rope, attention_factor=1.0)
     plain = dict(
-        family="llama", num_layers=num_layers, windows=(None,) * num_layers, rope=rope, rope_local=None, out_bias=False,
-        mlp_bias=False, qk_norm=False, attention_gate=False, norm_plus_one=False, sandwich_norms=False, embedding_scale=1.0,
-        attention_scale=0.0, attention_softcap=None, logit_softcap=None, moe=None, mla=None, num_mtp_layers=0,
-        mtp_family=None, architecture="LlamaForCausalLM",
-    )  # fmt: skip
+        family="llama",
+        num_layers=num_layers,
+        windows=(None,) * num_layers,
+        rope=rope,
+        rope_local=None,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        attention_gate=False,
+        norm_plus_one=False,
+        sandwich_norms=False,
+        embedding_scale=1.0,
+        attention_scale=0.0,
+        attention_softcap=None,
+        logit_softcap=None,
+        moe=None,
+        mla=None,
+        num_mtp_layers=0,
+        mtp_family=None,
+        architecture="LlamaForCausalLM",
+    )
     return dataclasses.replace(target, **(plain | changes))
 
 
@@ -55,9 +71,14 @@ def residual_size(key: jax.Array, target: ModelConfig, tree: Any, token_counts: 
     tokens = jax.random.categorical(key, logits, shape=(4, 32)).astype(jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     out = decoder.decode(
-        tree, target, decoder.embed(tree, target, tokens), positions, causal_attend(positions), (None,) * target.num_layers,
+        tree,
+        target,
+        decoder.embed(tree, target, tokens),
+        positions,
+        causal_attend(positions),
+        (None,) * target.num_layers,
         (target.num_layers,),
-    )  # fmt: skip
+    )
     return jnp.median(jnp.sqrt(jnp.mean(jnp.square(out.features.astype(jnp.float32)), -1)))
 
 

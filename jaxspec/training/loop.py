@@ -194,9 +194,18 @@ class Run:
     """
 
     def __init__(
-        self, objective, target, data: Data, options: TrainOptions, folder, log, taps: tuple[int, ...] = (), reader=None,
-        earlier: Start | None = None, store_dtype: str = "bfloat16",
-    ):  # fmt: skip
+        self,
+        objective,
+        target,
+        data: Data,
+        options: TrainOptions,
+        folder,
+        log,
+        taps: tuple[int, ...] = (),
+        reader=None,
+        earlier: Start | None = None,
+        store_dtype: str = "bfloat16",
+    ):
         self.objective, self.target, self.options, self.folder, self.log = objective, target, options, folder, log
         self.begin = time.perf_counter()
         kept, held_out = data.split(min(options.held_out, max(len(data.tokens) // 4, 1)))
@@ -217,11 +226,22 @@ class Run:
         asked = dataclasses.asdict(options)
         for name in ("stop_after", "checkpoint_every", "checkpoint_steps", "evaluate_every", "evaluate_steps"):
             del asked[name]
-        self.identity = json.loads(json.dumps({
-            "head": {"objective": type(objective).__name__, **dataclasses.asdict(objective)}, "options": asked,
-            "rows": self.num_rows, "length": self.length, "dtype": self.dtype, "data": data.about, "content": digest(data),
-            **({} if earlier is None else {"start": earlier.digest}),
-        }, sort_keys=True, default=repr))  # fmt: skip
+        self.identity = json.loads(
+            json.dumps(
+                {
+                    "head": {"objective": type(objective).__name__, **dataclasses.asdict(objective)},
+                    "options": asked,
+                    "rows": self.num_rows,
+                    "length": self.length,
+                    "dtype": self.dtype,
+                    "data": data.about,
+                    "content": digest(data),
+                    **({} if earlier is None else {"start": earlier.digest}),
+                },
+                sort_keys=True,
+                default=repr,
+            )
+        )
 
     def initial(self):
         """(state, constants) before the first step."""
@@ -356,11 +376,16 @@ class Run:
                 if number == total or self.due(number, now - last_measured, options.evaluate_steps, options.evaluate_every):
                     settle()
                     speed = (number - first) * tokens_a_step / (time.perf_counter() - started)
-                    curve.append({
-                        "step": number, "tokens": before + number * tokens_a_step,
-                        "seconds": round(time.perf_counter() - self.begin, 2), "loss": losses[-1],
-                        "tokens_per_second": round(speed), **self.evaluate(*state[:2], constants),
-                    })  # fmt: skip
+                    curve.append(
+                        {
+                            "step": number,
+                            "tokens": before + number * tokens_a_step,
+                            "seconds": round(time.perf_counter() - self.begin, 2),
+                            "loss": losses[-1],
+                            "tokens_per_second": round(speed),
+                            **self.evaluate(*state[:2], constants),
+                        }
+                    )
                     self.write_curve(curve)
                     bar.set_postfix_str(
                         f"loss {losses[-1]:.4f}, accept length {curve[-1]['accept_length']:.2f}, {speed:,.0f} tokens/s"
@@ -375,13 +400,19 @@ class Run:
                 yield
         settle()
         about = {
-            "steps": number, "batch": options.batch, "length": self.length, "tokens": number * tokens_a_step,
-            "learning_rate": options.learning_rate, "seed": options.seed,
-            "objective": type(self.objective).__name__, "objective_options": self.objective.options,
-            "seconds": round(time.perf_counter() - self.begin, 1), "device": jax.devices()[0].device_kind,
+            "steps": number,
+            "batch": options.batch,
+            "length": self.length,
+            "tokens": number * tokens_a_step,
+            "learning_rate": options.learning_rate,
+            "seed": options.seed,
+            "objective": type(self.objective).__name__,
+            "objective_options": self.objective.options,
+            "seconds": round(time.perf_counter() - self.begin, 1),
+            "device": jax.devices()[0].device_kind,
             "data": self.identity["data"],
             "distinct_tokens": self.num_rows * self.length,
-        }  # fmt: skip
+        }
         if self.earlier is not None:
             about |= {"tokens_of_all_runs": before + about["tokens"], "started_from": self.earlier.provenance()}
         if curve:

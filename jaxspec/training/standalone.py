@@ -22,12 +22,16 @@ WEIGHT_DECAY = 0.01
 
 OPTIONS: dict[str, Option] = {
     "layers": Option(int, 4, "layers of the student"),
-    "hidden": Option(int, 0, "width; 0: the widest with which it has at most 7 % of the target's weights; the target's own "
-                             "width: the student starts as its first layers"),
+    "hidden": Option(
+        int,
+        0,
+        "width; 0: the widest with which it has at most 7 % of the target's weights; the target's own "
+        "width: the student starts as its first layers",
+    ),
     "heads": Option(int, 0, "attention heads; 0: one for every 32 channels"),
     "ffn": Option(int, 0, "feed-forward width; 0: three times the width"),
     "elsewhere": Option(float, 0.1, "weight of positions where the target did not write an answer, relative to the others"),
-}  # fmt: skip
+}
 
 SHARE = 0.07
 DEPTH = 5
@@ -129,9 +133,16 @@ def student_config(target: ModelConfig, layers: int, hidden: int, heads: int, ff
     if hidden % heads or hidden // heads % 2:
         raise ConfigError(f"hidden={hidden} over heads={heads} must give an even whole number of channels a head")
     return initial.plain_layers(
-        target, layers, hidden_size=hidden, num_heads=heads, num_kv_heads=heads, head_dim=hidden // heads,
-        ffn_size=ffn or 3 * hidden, tie_embeddings=True, qkv_bias=False,
-    )  # fmt: skip
+        target,
+        layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn_size=ffn or 3 * hidden,
+        tie_embeddings=True,
+        qkv_bias=False,
+    )
 
 
 def build(

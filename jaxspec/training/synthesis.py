@@ -344,11 +344,15 @@ def synthesise(
             "overlap with the excluded prompts"
         )
     about = {
-        "target": target.source, "seed": options.seed, "temperatures": list(options.temperatures), "rows_written": made,
-        "rows_dropped_for_overlap": overlaps, "rows_dropped_for_repetition": repeating,
+        "target": target.source,
+        "seed": options.seed,
+        "temperatures": list(options.temperatures),
+        "rows_written": made,
+        "rows_dropped_for_overlap": overlaps,
+        "rows_dropped_for_repetition": repeating,
         "prompts": "self-synthesised" if prompts is None else "given",
         "options": {k: v for k, v in dataclasses.asdict(options).items() if k not in ("seed", "temperatures")},
-    }  # fmt: skip
+    }
     if prompts is not None:
         about["prompts_digest"] = digest([list(turns) for turns in prompts])
     rows = Data(*arrays, about).distinct()

@@ -68,9 +68,16 @@ def train_together(
     for name, objective in objectives.items():
         reader = next((run.reader for run in runs.values()), None)
         runs[name] = Run(
-            objective, target, data, options[name], None, lambda text, n=name: log(f"{n}: {text}"), taps, reader,
+            objective,
+            target,
+            data,
+            options[name],
+            None,
+            lambda text, n=name: log(f"{n}: {text}"),
+            taps,
+            reader,
             earlier=(starts or {}).get(name),
-        )  # fmt: skip
+        )
     done: dict[str, Trained | Exception] = {}
 
     def fail(name: str, error: Exception) -> None:

@@ -283,7 +283,10 @@ def build(
     if noise_below is not None and not 2 <= noise_below < target.vocab_size:
         raise ConfigError(f"noise_below={noise_below} must lie in 2 … {target.vocab_size - 1}, the vocabulary")
     config = UnoConfig(
-        target=target, rank=rank, alpha=2.0 * rank if alpha is None else alpha, modules=modules_of(target),
+        target=target,
+        rank=rank,
+        alpha=2.0 * rank if alpha is None else alpha,
+        modules=modules_of(target),
         mask_token_id=noise_below,
-    )  # fmt: skip
+    )
     return UnoObjective(target, config, block=block, anchors=anchors, ce=ce, curriculum_steps=curriculum_steps)

@@ -65,9 +65,7 @@ def best_first(
         nodes = _ranked(root, log_probs, tokens, num_nodes, table)
     else:
         nodes = _singles(root, log_probs, tokens, num_nodes)
-    return from_parents(
-        nodes.token, nodes.parent, jnp.isfinite(nodes.score), max_depth=min(depths, num_nodes - 1)
-    )  # fmt: skip
+    return from_parents(nodes.token, nodes.parent, jnp.isfinite(nodes.score), max_depth=min(depths, num_nodes - 1))
 
 
 def _empty(batch: int, count: int) -> Nodes:
@@ -206,9 +204,12 @@ def _families(root: Array, log_probs: Array, tokens: Array, num_nodes: int) -> N
         token = jnp.take_along_axis(tokens, depth[..., None], 1)[:, 0]
         fine = jnp.take_along_axis(open_ & (nodes.depth < depths), index[:, None], 1)
         children = Nodes(
-            jnp.where(fine, parent.score + own, -jnp.inf), token, jnp.broadcast_to(depth + 1, token.shape), rank,
+            jnp.where(fine, parent.score + own, -jnp.inf),
+            token,
+            jnp.broadcast_to(depth + 1, token.shape),
+            rank,
             jnp.broadcast_to(index[:, None], token.shape).astype(jnp.int32),
-        )  # fmt: skip
+        )
         open_ &= jnp.arange(open_.shape[1])[None] != index[:, None]
         return _put(nodes, 1 + i * width, children), open_
 

@@ -125,9 +125,11 @@ def grow_static(
         best |= {node: ids[:, i] for i, node in enumerate(rows)}
     nodes = jnp.stack(tokens, 1)
     tree = from_parents(
-        nodes, jnp.broadcast_to(np.array(parents, np.int32), nodes.shape), jnp.ones(nodes.shape, bool),
+        nodes,
+        jnp.broadcast_to(np.array(parents, np.int32), nodes.shape),
+        jnp.ones(nodes.shape, bool),
         max_depth=shape.max_depth,
-    )  # fmt: skip
+    )
     return tree, aux
 
 

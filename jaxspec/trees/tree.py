@@ -112,9 +112,7 @@ def from_parents(
 
 
 def chain(
-    tokens: Int[Array, "B T"],
-    valid: Bool[Array, "B T"] | None = None,
-    draft_probs: Float[Array, "B T V"] | None = None,
+    tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = None, draft_probs: Float[Array, "B T V"] | None = None
 ) -> DraftTree:
     """A chain: node i is the child of node i - 1. Nodes behind the first invalid one are invalid too."""
     batch, nodes = tokens.shape

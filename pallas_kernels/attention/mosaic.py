@@ -109,9 +109,18 @@ def tree_attention(
         grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, -(T * G) % 8 if T * G > 8 else 0), (0, 0)))
 
     case = Case(
-        T=T, G=G, num_inflight=M, causal=causal, tokens=tokens, sharing=sharing, interpreted=bool(interpret), scale=scale,
-        window=window, sink=sink, softcap=softcap,
-    )  # fmt: skip
+        T=T,
+        G=G,
+        num_inflight=M,
+        causal=causal,
+        tokens=tokens,
+        sharing=sharing,
+        interpreted=bool(interpret),
+        scale=scale,
+        window=window,
+        sink=sink,
+        softcap=softcap,
+    )
 
     f32 = jnp.float32
     if not direct:
@@ -136,10 +145,7 @@ def tree_attention(
         scratch_types=(
             _tiled((sharing, WARPGROUP_ROWS, Dk), q.dtype),
             plgpu.RefUnion(
-                (
-                    _tiled((readers * stages, block, Dk), q.dtype),
-                    _tiled((readers * stages, block, Dv), q.dtype),
-                ),
+                (_tiled((readers * stages, block, Dk), q.dtype), _tiled((readers * stages, block, Dv), q.dtype)),
                 (
                     (_tiled((WARPGROUP_ROWS, Dv), f32), rows_type, rows_type) if readers > 1 else (),
                     _tiled((sharing, WARPGROUP_ROWS, Dv // cluster), q.dtype),
@@ -186,6 +192,4 @@ def tree_attention(
         return s * turn < last_slot(length, t + 1, causal=causal, M=M, T=T, num_slots=num_slots)
 
     sums, lse = (x.reshape(B, splits, K * padded, *x.shape[4:]) for x in (out, lse))
-    return merge_splits(
-        sums, lse, length, positions, q.dtype, H=H, row=row, written=written, interpret=bool(interpret)
-    )  # fmt: skip
+    return merge_splits(sums, lse, length, positions, q.dtype, H=H, row=row, written=written, interpret=bool(interpret))

@@ -138,9 +138,7 @@ def attention(*references: Any, tiling: Tiling, case: Case) -> None:
     """One program, from the references of `Operands`, `Results` and `Scratch`, one after another."""
     read = len(Operands._fields)
     written = read + len(Results._fields)
-    program(
-        Operands(*references[:read]), Results(*references[read:written]), Scratch(*references[written:]), tiling, case
-    )  # fmt: skip
+    program(Operands(*references[:read]), Results(*references[read:written]), Scratch(*references[written:]), tiling, case)
 
 
 def program(operands: Operands, results: Results, scratch: Scratch, tiling: Tiling, case: Case) -> None:

@@ -15,8 +15,14 @@ from pallas_kernels.attention.rows_reference import unrolled
 from pallas_kernels.shaped import Shaped
 
 __all__ = [
-    "Library", "attends_over_rows", "block_attention", "causal_attention", "chunk_attention", "library_for_chunks", "unrolled",
-]  # fmt: skip
+    "Library",
+    "attends_over_rows",
+    "block_attention",
+    "causal_attention",
+    "chunk_attention",
+    "library_for_chunks",
+    "unrolled",
+]
 
 Kind = tuple[jnp.dtype, int, int, bool, float | None]
 """Of a layer: type, channels of a key and of a value head, whether it has a window, soft cap."""

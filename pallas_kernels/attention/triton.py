@@ -245,4 +245,4 @@ def tree_attention(
     sums, lse = (x.reshape(B, splits, T * H, *x.shape[4:]) for x in results)
     return merge_splits(
         sums, lse, length, positions, q.dtype, H=H, row=lambda t, h: t * H + h, written=written, interpret=interpret
-    )  # fmt: skip
+    )

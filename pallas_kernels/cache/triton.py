@@ -24,11 +24,7 @@ def serves(pools: Sequence[Shaped], entries: Shaped) -> bool:
 
 
 def kv_write_layers(
-    pools: Sequence[Float[Array, "P S K D"]],
-    target: Entries,
-    entries: Float[Array, "B T n K D"],
-    *,
-    interpret: bool = False,
+    pools: Sequence[Float[Array, "P S K D"]], target: Entries, entries: Float[Array, "B T n K D"], *, interpret: bool = False
 ) -> tuple[Float[Array, "P S K D"], ...]:
     """The contract of `reference.kv_write_layers`, for cases that `serves` accepts.
 

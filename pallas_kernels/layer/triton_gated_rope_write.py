@@ -63,9 +63,21 @@ def gated_rope_write(
     """
     of_head, used = blocks_of_heads(blocks, b, k_pages.shape[-1])
     return _gated_rope_write(
-        y, b, gate, cos, sin, page, slot, k_pages, v_pages,
-        scale=scale, of_head=of_head, used=used, by_head=by_head, interpret=interpret,
-    )  # fmt: skip
+        y,
+        b,
+        gate,
+        cos,
+        sin,
+        page,
+        slot,
+        k_pages,
+        v_pages,
+        scale=scale,
+        of_head=of_head,
+        used=used,
+        by_head=by_head,
+        interpret=interpret,
+    )
 
 
 STATIC = ("scale", "of_head", "used", "by_head", "interpret")

@@ -63,6 +63,4 @@ def _shrink(x: Float[Array, "B T I"], a: Float[Array, "I rank"]) -> Float[Array,
 
 
 def _expand(y, hidden, adapter: Adapter, silu: bool) -> Float[Array, "B T out"]:
-    return triton_gated.gated_lora(
-        y, hidden, adapter.b, adapter.gate, scale=adapter.scale, blocks=adapter.blocks, silu=silu
-    )  # fmt: skip
+    return triton_gated.gated_lora(y, hidden, adapter.b, adapter.gate, scale=adapter.scale, blocks=adapter.blocks, silu=silu)

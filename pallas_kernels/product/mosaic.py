@@ -118,9 +118,7 @@ def _tiled(size: int, dtype):
     return plgpu.TilingTransform((8, span * 8 // bits)), plgpu.SwizzleTransform(span)
 
 
-def _fetch(
-    x_hbm, w_hbm, x_smem, w_smem, full, empty, *, start, stop, tile_steps, peer, tiling, stages, tokens, gated
-):  # fmt: skip
+def _fetch(x_hbm, w_hbm, x_smem, w_smem, full, empty, *, start, stop, tile_steps, peer, tiling, stages, tokens, gated):
     """The producer: a ring of `stages` blocks of w and x, each refilled when all who read it are done.
 
     Half of a tile that is `gated` are columns of the first half of w, the other half the columns as far behind the middle.
@@ -159,7 +157,7 @@ def _halves(w_hbm, tile, tiling):
 
 def _multiply(
     x_smem, w_smem, out_smem, p_hbm, full, empty, *, run, start, stop, tile_steps, wg, peer, tiling, stages, tokens, gated
-):  # fmt: skip
+):
     """A consumer: its columns of every tile of the run, each tile's sums on their way out while the next one begins."""
     fold = 2 if gated else 1  # columns of w for one of the result
     width = tiling.columns // tiling.consumers // fold
@@ -212,13 +210,7 @@ def _multiply(
 
 @functools.partial(jax.jit, static_argnames=("tiling", "dtype", "gated", "interpret"))  # lowered once for all layers
 def partial_products(
-    x: Float[Array, "R K"],
-    w: Float[Array, "K N"],
-    tiling: Tiling,
-    *,
-    dtype=jnp.float32,
-    gated: bool = False,
-    interpret=None,
+    x: Float[Array, "R K"], w: Float[Array, "K N"], tiling: Tiling, *, dtype=jnp.float32, gated: bool = False, interpret=None
 ) -> Float[Array, "parts R N"]:
     """x @ w in partial sums; where `tiling.parts` has fewer for a tile than for others, what lies behind is not written.
 
@@ -250,9 +242,15 @@ def partial_products(
         peer = lax.axis_index("peer") if tiling.cluster > 1 else 0
         start = run * tiling.steps
         place = dict(
-            start=start, stop=jnp.minimum(start + tiling.steps, total), tile_steps=tile_steps, peer=peer, tiling=tiling,
-            stages=stages, tokens=tokens, gated=gated,
-        )  # fmt: skip
+            start=start,
+            stop=jnp.minimum(start + tiling.steps, total),
+            tile_steps=tile_steps,
+            peer=peer,
+            tiling=tiling,
+            stages=stages,
+            tokens=tokens,
+            gated=gated,
+        )
 
         @pl.when(wg == tiling.consumers)
         def _():

@@ -106,11 +106,18 @@ def test_a_group_gives_what_generate_gives(figures):
     for temperature in (0.0, 1.0):
         results = [
             jaxspec.generate(
-                params, list(ids), draft=params.drafts["same"], num_steps=3, topk=1, num_draft_tokens=4, max_new_tokens=12,
-                temperature=temperature, seed=accept.FIRST_SEED + i,
+                params,
+                list(ids),
+                draft=params.drafts["same"],
+                num_steps=3,
+                topk=1,
+                num_draft_tokens=4,
+                max_new_tokens=12,
+                temperature=temperature,
+                seed=accept.FIRST_SEED + i,
             )
             for i, ids in enumerate(SETS[0].prompts)
-        ]  # fmt: skip
+        ]
         row = found[SAME, "a", temperature]
         assert row["rounds"] == sum(r.stats.rounds for r in results)
         assert row["accept_length"] == pytest.approx(sum(len(r.tokens) - 1 for r in results) / row["rounds"])
@@ -149,10 +156,33 @@ def folder(tmp_path, monkeypatch):
 def test_the_command(folder, capsys):
     run, out = script().main, folder / "out.json"
     arguments = [
-        "--data", str(folder), "--sets", "mt_bench", "gsm8k", "--target", "tiny", "--checkpoints", str(folder / "heads"),
-        "--rows", "ngram 4", "standalone 2/1/3", "--prompts", "0", "--timed-prompts", "2", "--new-tokens", "6", "--batch", "4",
-        "--temperature", "0", "--group", "1", "--json", str(out),
-    ]  # fmt: skip
+        "--data",
+        str(folder),
+        "--sets",
+        "mt_bench",
+        "gsm8k",
+        "--target",
+        "tiny",
+        "--checkpoints",
+        str(folder / "heads"),
+        "--rows",
+        "ngram 4",
+        "standalone 2/1/3",
+        "--prompts",
+        "0",
+        "--timed-prompts",
+        "2",
+        "--new-tokens",
+        "6",
+        "--batch",
+        "4",
+        "--temperature",
+        "0",
+        "--group",
+        "1",
+        "--json",
+        str(out),
+    ]
     assert run([*arguments, "--algorithms", "ngram"]) == 0
     assert run([*arguments, "--budget", "0"]) == 0
     assert "1 of 1 rows were not begun" in capsys.readouterr().out
@@ -191,9 +221,26 @@ def test_the_command(folder, capsys):
 def test_shares_of_the_prompts_joined_are_the_whole(folder):
     run, whole = script().main, folder / "whole.json"
     arguments = [
-        "--data", str(folder), "--sets", "mt_bench", "gsm8k", "--target", "tiny", "--checkpoints", str(folder / "heads"),
-        "--rows", "standalone 2/1/3", "--prompts", "4", "--timed-prompts", "3", "--new-tokens", "6", "--batch", "4",
-    ]  # fmt: skip
+        "--data",
+        str(folder),
+        "--sets",
+        "mt_bench",
+        "gsm8k",
+        "--target",
+        "tiny",
+        "--checkpoints",
+        str(folder / "heads"),
+        "--rows",
+        "standalone 2/1/3",
+        "--prompts",
+        "4",
+        "--timed-prompts",
+        "3",
+        "--new-tokens",
+        "6",
+        "--batch",
+        "4",
+    ]
     assert run([*arguments, "--json", str(whole)]) == 0
     files = [folder / f"share{i}.json" for i in range(2)]
     for i, file in enumerate(files):
@@ -209,8 +256,12 @@ def test_shares_of_the_prompts_joined_are_the_whole(folder):
         for name in ("prompts", "timed_prompts", "rounds", "completion_tokens", "same_tokens", "repeats"):
             assert row[name] == one[name], name
         for name in (
-            "accept_length", "tokens_per_pass", "accept_length_by_prompt_mean", "timed_accept_length", "accept_by_depth",
-        ):  # fmt: skip
+            "accept_length",
+            "tokens_per_pass",
+            "accept_length_by_prompt_mean",
+            "timed_accept_length",
+            "accept_by_depth",
+        ):
             assert row[name] == pytest.approx(one[name]), name
         parts = row["shares"]
         assert [p["timed_prompts"] for p in parts] == [2, 1]
@@ -226,9 +277,23 @@ def test_shares_of_the_prompts_joined_are_the_whole(folder):
 def test_speeds_of_a_run_complete_the_lengths_of_another(folder):
     run, files = script().main, [folder / f"{name}.json" for name in ("lengths", "speeds")]
     arguments = [
-        "--data", str(folder), "--sets", "mt_bench", "--target", "tiny", "--checkpoints", str(folder / "heads"), "--rows",
-        "standalone 2/1/3", "--new-tokens", "6", "--batch", "4", "--temperature", "0",
-    ]  # fmt: skip
+        "--data",
+        str(folder),
+        "--sets",
+        "mt_bench",
+        "--target",
+        "tiny",
+        "--checkpoints",
+        str(folder / "heads"),
+        "--rows",
+        "standalone 2/1/3",
+        "--new-tokens",
+        "6",
+        "--batch",
+        "4",
+        "--temperature",
+        "0",
+    ]
     assert run([*arguments, "--prompts", "4", "--timed-prompts", "0", "--json", str(files[0])]) == 0
     assert run([*arguments, "--prompts", "0", "--timed-prompts", "2", "--json", str(files[1])]) == 0
     out = folder / "out.json"

@@ -18,10 +18,30 @@ KEYS = {"name", "batch", "context", "ms", "floor_ms", "copy_tbps", "parts"}
 
 def test_a_round_by_parts_as_json(tmp_path, capsys):
     path = tmp_path / "round.json"
-    status = bench.main([
-        "round", "--suite", "peer", "--rows", "eagle3 3/1/4", "--target", "tiny", "--batch", "8", "--context", "512",
-        "--rounds", "1", "3", "--repeats", "1", "--bandwidth-bytes", "1048576", "--json", str(path),
-    ])  # fmt: skip
+    status = bench.main(
+        [
+            "round",
+            "--suite",
+            "peer",
+            "--rows",
+            "eagle3 3/1/4",
+            "--target",
+            "tiny",
+            "--batch",
+            "8",
+            "--context",
+            "512",
+            "--rounds",
+            "1",
+            "3",
+            "--repeats",
+            "1",
+            "--bandwidth-bytes",
+            "1048576",
+            "--json",
+            str(path),
+        ]
+    )
     assert status == 0
     (row,) = read_rows(path)
     assert set(row) >= KEYS
@@ -45,9 +65,28 @@ def test_gpus_share_a_suite(tmp_path, capfd, monkeypatch):
     held = {"name": "plain", "batch": 8, "context": 8192, "ms": 1.5, "floor_ms": 1.0, "copy_tbps": 4.0, "parts": {}}
     write_rows(path, [held])
     command = [
-        "round", "--suite", "peer", "--rows", "plain", "--target", "tiny", "--context", "512", "--rounds", "1", "3",
-        "--repeats", "1", "--bandwidth-bytes", "1048576", "--no-parts", "--resume", "--json", str(path), "--gpus=2",
-    ]  # fmt: skip
+        "round",
+        "--suite",
+        "peer",
+        "--rows",
+        "plain",
+        "--target",
+        "tiny",
+        "--context",
+        "512",
+        "--rounds",
+        "1",
+        "3",
+        "--repeats",
+        "1",
+        "--bandwidth-bytes",
+        "1048576",
+        "--no-parts",
+        "--resume",
+        "--json",
+        str(path),
+        "--gpus=2",
+    ]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(ConfigError, match="may use 1: 3"):
         bench.main(command)
@@ -73,10 +112,27 @@ def test_gpus_share_a_suite(tmp_path, capfd, monkeypatch):
 
 def test_compare_finds_equal_tokens(tmp_path, capsys):
     path = tmp_path / "compare.json"
-    status = bench.main([
-        "compare", "--target", "tiny", "--algorithm", "ngram", "--num-draft-tokens", "4", "--prompt-length", "12",
-        "--limit", "3", "--max-new-tokens", "8", "--batch", "2", "--json", str(path),
-    ])  # fmt: skip
+    status = bench.main(
+        [
+            "compare",
+            "--target",
+            "tiny",
+            "--algorithm",
+            "ngram",
+            "--num-draft-tokens",
+            "4",
+            "--prompt-length",
+            "12",
+            "--limit",
+            "3",
+            "--max-new-tokens",
+            "8",
+            "--batch",
+            "2",
+            "--json",
+            str(path),
+        ]
+    )
     assert status == 0
     shown = capsys.readouterr().out
     assert "same tokens: 3 of 3 prompts" in shown
@@ -90,9 +146,28 @@ def test_compare_finds_equal_tokens(tmp_path, capsys):
 def test_a_sweep_writes_its_table_and_names_the_best_setting(tmp_path, capsys):
     path = tmp_path / "sweep.csv"
     arguments = [
-        "sweep", "--target", "tiny", "--draft", "eagle3", "--csv", str(path), "--steps", "0", "--topk", "0",
-        "--num-draft-tokens", "0", "--prompt-length", "12", "--limit", "3", "--max-new-tokens", "8", "--batch", "2",
-    ]  # fmt: skip
+        "sweep",
+        "--target",
+        "tiny",
+        "--draft",
+        "eagle3",
+        "--csv",
+        str(path),
+        "--steps",
+        "0",
+        "--topk",
+        "0",
+        "--num-draft-tokens",
+        "0",
+        "--prompt-length",
+        "12",
+        "--limit",
+        "3",
+        "--max-new-tokens",
+        "8",
+        "--batch",
+        "2",
+    ]
     assert bench.main(arguments) == 0
     assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["2", "0/0/0", "1.00"]
     (row,) = sweep.read_rows(path)
@@ -176,8 +251,7 @@ def test_bandwidth_counts_a_copy_twice():
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [("{", "line 1: not JSON"), ('{"question": "?"}', "turns"), ("[1]", "turns"), ("", "no prompts")],
+    ("line", "message"), [("{", "line 1: not JSON"), ('{"question": "?"}', "turns"), ("[1]", "turns"), ("", "no prompts")]
 )
 def test_prompt_files_that_cannot_be_read(tmp_path, line, message):
     path = tmp_path / "prompts.jsonl"

@@ -59,8 +59,10 @@ def test_stages_are_read_from_the_log(benchmark):
 def test_the_table_leaves_out_what_nobody_measured(benchmark):
     text = benchmark.table([{"case": "round:1", "trace": 0.5, "fusions": 3}, {"case": "prefill:64:1", "trace": 1.25}])
     assert [line.split() for line in text.splitlines()] == [
-        ["case", "trace", "fusions"], ["round:1", "0.50", "3"], ["prefill:64:1", "1.25"],
-    ]  # fmt: skip
+        ["case", "trace", "fusions"],
+        ["round:1", "0.50", "3"],
+        ["prefill:64:1", "1.25"],
+    ]
 
 
 def test_a_run(tmp_path):

@@ -61,9 +61,11 @@ def test_parts_by_scope(stack, product, part):
 
 def test_times_add_up_by_part_and_gaps_lie_between_operations():
     found = [
-        Operation("gemm_fusion.3", 1.0, 0.5), Operation("gemm_fusion.3", 2.0, 0.5), Operation("gemm.2", 2.25, 0.5),
+        Operation("gemm_fusion.3", 1.0, 0.5),
+        Operation("gemm_fusion.3", 2.0, 0.5),
+        Operation("gemm.2", 2.25, 0.5),
         Operation("unheard_of", 4.0, 0.25),
-    ]  # fmt: skip
+    ]
     assert profile.seconds_by_part(found, profile.instruction_sources(HLO)) == {"products": 1.0, "head": 0.5, "other": 0.25}
     assert profile.busy_seconds(found) == 0.5 + 0.75 + 0.25
     first, second = profile.idle_gaps(found)

@@ -13,9 +13,16 @@ from pallas_kernels import device
 from pallas_kernels.product import api as product
 
 PEER_FLOOR_MS = {
-    "plain": 3.54, "eagle3 3/1/4": 4.09, "eagle3 5/4/8": 4.45, "eagle3 3/4/16": 4.09, "eagle3 5/8/64": 4.45,
-    "eagle 5/4/8": 5.37, "ngram 16": 3.54, "standalone 3/1/4": 5.29, "dflash 16": 4.34,
-}  # fmt: skip
+    "plain": 3.54,
+    "eagle3 3/1/4": 4.09,
+    "eagle3 5/4/8": 4.45,
+    "eagle3 3/4/16": 4.09,
+    "eagle3 5/8/64": 4.45,
+    "eagle 5/4/8": 5.37,
+    "ngram 16": 3.54,
+    "standalone 3/1/4": 5.29,
+    "dflash 16": 4.34,
+}
 """Weights of a round / 4.24 TB/s at the Llama-3.1-8B shape, without KV, as stated beside SGLang's figures."""
 
 

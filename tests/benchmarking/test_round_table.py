@@ -37,9 +37,12 @@ def test_sglang_s_best_run_counts(tmp_path):
     ]
     (tmp_path / "peer.json").write_text(json.dumps({"runs": runs}))
     assert round_table.peer_rounds(tmp_path / "peer.json") == {
-        ("plain", 1): (4.5, 4.25), ("plain", 8): (6.0, None), ("eagle3 5/4/8", 1): (8.0, None), ("ngram 16", 1): (7.0, None),
+        ("plain", 1): (4.5, 4.25),
+        ("plain", 8): (6.0, None),
+        ("eagle3 5/4/8", 1): (8.0, None),
+        ("ngram 16", 1): (7.0, None),
         ("dflash 16", 1): (6.5, None),
-    }  # fmt: skip
+    }
 
 
 def test_the_table_is_written_between_the_marks(tmp_path, capsys):

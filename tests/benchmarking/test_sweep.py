@@ -10,8 +10,12 @@ from jaxspec.config import ConfigError, SpecConfig, resolve_tree
 
 
 def figures(setting: Setting) -> dict:
-    return {"acc_length": 2.0, "step_time": 0.01 * setting.num_draft_tokens or 0.02, "tokens_per_second": 50.0,
-            "completion_tokens": 64}  # fmt: skip
+    return {
+        "acc_length": 2.0,
+        "step_time": 0.01 * setting.num_draft_tokens or 0.02,
+        "tokens_per_second": 50.0,
+        "completion_tokens": 64,
+    }
 
 
 def test_the_grid_holds_plain_decoding_and_only_trees_that_can_be_built():

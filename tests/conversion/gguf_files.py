@@ -10,9 +10,14 @@ import numpy as np
 from tests.files.archives import FIXTURES, read_all
 
 ARCHITECTURES = {
-    "llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "qwen3_moe": "QWEN3MOE", "phi3": "PHI3", "gemma2": "GEMMA2",
+    "llama": "LLAMA",
+    "qwen2": "QWEN2",
+    "qwen3": "QWEN3",
+    "qwen3_moe": "QWEN3MOE",
+    "phi3": "PHI3",
+    "gemma2": "GEMMA2",
     "gemma3_text": "GEMMA3",
-}  # fmt: skip
+}
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:

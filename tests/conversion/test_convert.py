@@ -19,8 +19,16 @@ from jaxspec.conversion.mapping import flatten
 from jaxspec.drafters import kinds
 from tests.files.archives import FIXTURES, read_all, save_safetensors, save_torch
 
-FAMILIES = ["target_llama_tied", "target_mistral", "target_qwen2", "target_qwen3", "target_qwen3_moe", "target_phi3",
-            "target_gemma2", "target_gemma3"]  # fmt: skip
+FAMILIES = [
+    "target_llama_tied",
+    "target_mistral",
+    "target_qwen2",
+    "target_qwen3",
+    "target_qwen3_moe",
+    "target_phi3",
+    "target_gemma2",
+    "target_gemma3",
+]
 
 
 def copy_of(name, tmp_path):
@@ -94,9 +102,17 @@ def test_memory_follows_the_shard_not_the_model(tmp_path, monkeypatch):
     from jaxspec.models.decoder import param_shapes
 
     config = ModelConfig(
-        family="llama", vocab_size=64, hidden_size=256, num_layers=16, num_heads=4, num_kv_heads=4, head_dim=64, ffn_size=512,
-        max_positions=64, architecture="LlamaForCausalLM",
-    )  # fmt: skip
+        family="llama",
+        vocab_size=64,
+        hidden_size=256,
+        num_layers=16,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=64,
+        ffn_size=512,
+        max_positions=64,
+        architecture="LlamaForCausalLM",
+    )
     shapes, tensors = flatten(param_shapes(config)), {}
     for rule in model_rules(config):
         sizes = expected_shapes(rule, shapes[rule.target])
@@ -303,13 +319,22 @@ VARIANTS = {
     "llama_linear": ("Llama", dict(rope_scaling={"rope_type": "linear", "factor": 4.0})),
     "mistral_full": ("Mistral", dict(sliding_window=None)),
     "qwen2_sliding": ("Qwen2", dict(use_sliding_window=True, sliding_window=4, max_window_layers=1)),
-    "qwen3_yarn": ("Qwen3", dict(head_dim=16, attention_bias=True, max_position_embeddings=512, rope_scaling={
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32})),
-    "qwen3_moe_sparse_step": ("Qwen3Moe", dict(
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=2, norm_topk_prob=False)),
+    "qwen3_yarn": (
+        "Qwen3",
+        dict(
+            head_dim=16,
+            attention_bias=True,
+            max_position_embeddings=512,
+            rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        ),
+    ),
+    "qwen3_moe_sparse_step": (
+        "Qwen3Moe",
+        dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=2, norm_topk_prob=False),
+    ),
     "phi3_sliding": ("Phi3", dict(sliding_window=4, pad_token_id=0)),
     "gemma2_defaults": ("Gemma2", dict(head_dim=16, sliding_window=4, query_pre_attn_scalar=20)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -319,8 +344,16 @@ def test_variants_that_no_golden_target_has(name, tmp_path):
     import transformers
 
     family, options = VARIANTS[name]
-    sizes = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-                 num_key_value_heads=2, bos_token_id=1, eos_token_id=2)  # fmt: skip
+    sizes = dict(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     config = getattr(transformers, f"{family}Config")(**(sizes | options))
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

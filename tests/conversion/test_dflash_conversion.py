@@ -110,9 +110,7 @@ def test_older_names_are_read(tmp_path):
     same(back, draft)
 
 
-@pytest.mark.parametrize(
-    "layers, taps", [(28, (1, 7, 13, 19, 25)), (32, (1, 8, 15, 22, 29)), (36, (1, 9, 17, 25, 33))]
-)  # fmt: skip
+@pytest.mark.parametrize("layers, taps", [(28, (1, 7, 13, 19, 25)), (32, (1, 8, 15, 22, 29)), (36, (1, 9, 17, 25, 33))])
 def test_default_taps_are_those_of_the_published_drafts(layers, taps):
     """Ids of the layers whose outputs are taken; the hidden state behind layer i is i + 1."""
     assert default_taps(layers, 5) == tuple(i + 1 for i in taps)

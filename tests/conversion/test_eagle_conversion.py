@@ -127,11 +127,7 @@ REFUSED = {
         dict(change=lambda t: {n: t[n][:, :32] for n in t if n.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))}),
         r"q_proj.weight reads 32 channels, expected 64: an EAGLE-3 head",
     ),
-    "a parallel head without its mask token": (
-        "draft_peagle",
-        dict(config={"mask_token_id": None}),
-        r"needs mask_token_id",
-    ),
+    "a parallel head without its mask token": ("draft_peagle", dict(config={"mask_token_id": None}), r"needs mask_token_id"),
 }
 
 

@@ -13,10 +13,27 @@ from tests.drafters.dflash_cases import FIXTURES
 
 # Training's and housekeeping's own, and names of what a loader takes from elsewhere.
 NOT_KEPT = {
-    "attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range", "use_cache", "transformers_version", "dtype",
-    "torch_dtype", "pretraining_tp", "ep_size", "max_window_layers", "num_anchors", "step_loss_decay", "ttt_length",
-    "output_router_logits", "router_aux_loss_coef", "sliding_window_pattern", "auto_map", "speculators_config", "use_mrope",
-}  # fmt: skip
+    "attention_dropout",
+    "embd_pdrop",
+    "resid_pdrop",
+    "initializer_range",
+    "use_cache",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "pretraining_tp",
+    "ep_size",
+    "max_window_layers",
+    "num_anchors",
+    "step_loss_decay",
+    "ttt_length",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "sliding_window_pattern",
+    "auto_map",
+    "speculators_config",
+    "use_mrope",
+}
 # Of the target, which a head's own file need not repeat.
 OF_THE_TARGET = {"bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "architectures"}
 # Said in other words: the window of layers that do not slide, ropes in transformers 5's spelling, a nested block size, defaults
@@ -28,13 +45,17 @@ IN_OTHER_WORDS = {
     "draft_eagle31_speculators": {"rope_parameters.rope_theta", "rope_parameters.rope_type", "target_hidden_size"},
     "draft_eagle3_speculators": {"target_hidden_size"},
     "draft_eagle3_speculators_normfc": {
-        "rope_parameters.rope_theta", "rope_parameters.rope_type", "layer_types", "sliding_window", "use_sliding_window",
+        "rope_parameters.rope_theta",
+        "rope_parameters.rope_type",
+        "layer_types",
+        "sliding_window",
+        "use_sliding_window",
         "target_hidden_size",
     },
     "draft_eagle3_deepspec": {"layer_types", "sliding_window", "use_sliding_window", "num_target_layers"},
     "mtp_mimo": {"attention_bias", "sliding_window"},
     "target_qwen2": {"sliding_window"},
-}  # fmt: skip
+}
 CASES = sorted(f.name for f in FIXTURES.iterdir() if (f / "config.json").is_file() and f.name != "mtp_qwen3_next")
 
 

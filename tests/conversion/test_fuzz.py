@@ -74,8 +74,11 @@ def converted(at):
 
 
 def tokenizer(at):
-    files = {"tokenizer.json": definition(byte_level_meta()), "tokenizer_config.json": '{"bos_token": {"content": "a"}}',
-             "chat_template.json": '{"chat_template": "{{ messages[0].content }}"}'}  # fmt: skip
+    files = {
+        "tokenizer.json": definition(byte_level_meta()),
+        "tokenizer_config.json": '{"bos_token": {"content": "a"}}',
+        "chat_template.json": '{"chat_template": "{{ messages[0].content }}"}',
+    }
     for name, text in files.items():
         (at / name).write_text(text)
     return at, list(files)

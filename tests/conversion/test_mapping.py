@@ -25,7 +25,7 @@ from jaxspec.conversion.mapping import (
     table,
     unbuild,
     unflatten,
-)  # fmt: skip
+)
 from jaxspec.conversion.targets import gguf, hf
 from jaxspec.files.errors import ConversionError
 from jaxspec.files.readers import TensorInfo
@@ -95,9 +95,16 @@ def test_table_has_a_line_per_parameter():
 
 def config_of(heads, groups, dim, layers=1):
     return ModelConfig(
-        family="llama", vocab_size=8, hidden_size=6, num_layers=layers, num_heads=heads * groups, num_kv_heads=heads,
-        head_dim=dim, ffn_size=10, max_positions=16,
-    )  # fmt: skip
+        family="llama",
+        vocab_size=8,
+        hidden_size=6,
+        num_layers=layers,
+        num_heads=heads * groups,
+        num_kv_heads=heads,
+        head_dim=dim,
+        ffn_size=10,
+        max_positions=16,
+    )
 
 
 @settings(max_examples=25, deadline=None)

@@ -39,8 +39,11 @@ def converted_alone(case: str, folder: Path) -> Path:
 def own_names(case: str, names) -> dict[str, str]:
     """Names of a case's MTP tensors → what they are called in a folder of their own."""
     if case == "mtp_deepseek_v3":
-        return {n: n.replace("layers.3.", "layers.0.") for n in names if ".layers.3." in n and "shared_head.head" not in n
-                and "embed_tokens" not in n}  # fmt: skip
+        return {
+            n: n.replace("layers.3.", "layers.0.")
+            for n in names
+            if ".layers.3." in n and "shared_head.head" not in n and "embed_tokens" not in n
+        }
     return {n: n for n in names if n.startswith(("mtp.", "model.mtp_layers."))}
 
 

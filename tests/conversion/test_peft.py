@@ -115,16 +115,16 @@ def test_an_adapter_on_some_modules_changes_only_their_columns(tmp_path):
     K, D = config.num_kv_heads, config.head_dim
     qkv = merged(config, adapter.tree, ("0", "attention", "qkv")).reshape(config.hidden_size, K, -1, D)
     assert not qkv[:, :, :-1].any()
-    a, b = (
-        stored.read(f"base_model.model.model.layers.0.self_attn.v_proj.lora_{x}.weight").astype(np.float32) for x in "AB"
-    )  # fmt: skip
+    a, b = (stored.read(f"base_model.model.model.layers.0.self_attn.v_proj.lora_{x}.weight").astype(np.float32) for x in "AB")
     np.testing.assert_allclose(qkv[:, :, -1].reshape(config.hidden_size, -1), (b @ a).T, rtol=1e-5, atol=1e-6)
     gate_up = merged(config, adapter.tree, ("0", "mlp", "gate_up"))
     assert not gate_up[:, : config.ffn_size].any()
     np.testing.assert_allclose(  # products of other shapes: a BLAS may add up in another order
-        gate_up[:, config.ffn_size :], merged(config, whole.tree, ("0", "mlp", "gate_up"))[:, config.ffn_size :],
-        rtol=1e-5, atol=1e-7,
-    )  # fmt: skip
+        gate_up[:, config.ffn_size :],
+        merged(config, whole.tree, ("0", "mlp", "gate_up"))[:, config.ffn_size :],
+        rtol=1e-5,
+        atol=1e-7,
+    )
     assert set(adapter.tree["layers"]["0"]["attention"]) == {"qkv"}
     published = convert(folder, tmp_path / "published", to_hf=True, target=TARGET, progress=False)
     same_tensors(folder, published)
@@ -196,9 +196,11 @@ def test_the_target_must_be_known_and_the_right_one(tmp_path):
         load_draft(ADAPTER, target_config(FIXTURES / "target_deepseek_v3"))
     with pytest.raises(ConversionError, match="adapters for experts are not supported"):
         load_draft(ADAPTER, target_config(FIXTURES / "target_qwen3_moe"))
-    folder = edited(tmp_path / "a", config={"target_modules": ["qkv_proj"]}, change=lambda t: {
-        n.replace("q_proj", "qkv_proj"): x for n, x in only("q_proj")(t).items()
-    })  # fmt: skip
+    folder = edited(
+        tmp_path / "a",
+        config={"target_modules": ["qkv_proj"]},
+        change=lambda t: {n.replace("q_proj", "qkv_proj"): x for n, x in only("q_proj")(t).items()},
+    )
     with pytest.raises(ConversionError, match="changes qkv_proj, which qwen3 models do not have"):
         load_draft(folder, target_config(TARGET))
     with pytest.raises(ConfigError, match="is a draft head"):

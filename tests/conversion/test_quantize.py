@@ -152,17 +152,30 @@ def layers(num: int, vocab: int = 49152) -> jaxspec.ModelConfig:
 
 def eagle3() -> tuple:
     config = EagleConfig(
-        layers=layers(1), fused=True, taps=(2, 15, 27), target_hidden_size=576, draft_vocab_size=4096, reduced_vocab=True,
+        layers=layers(1),
+        fused=True,
+        taps=(2, 15, 27),
+        target_hidden_size=576,
+        draft_vocab_size=4096,
+        reduced_vocab=True,
         own_head=True,
-    )  # fmt: skip
+    )
     return config, eagle_model.init_params(config, jax.random.key(0))
 
 
 def dspark() -> tuple:
     config = DFlashConfig(
-        layers=layers(1), block_size=8, taps=(2, 15, 27), target_hidden_size=576, mask_token_id=0, markov="vanilla",
-        markov_rank=16, anchor_predicts=True, confidence="markov", draft_vocab_size=49152,
-    )  # fmt: skip
+        layers=layers(1),
+        block_size=8,
+        taps=(2, 15, 27),
+        target_hidden_size=576,
+        mask_token_id=0,
+        markov="vanilla",
+        markov_rank=16,
+        anchor_predicts=True,
+        confidence="markov",
+        draft_vocab_size=49152,
+    )
     return config, dflash_model.init_params(config, jax.random.key(0))
 
 

@@ -27,14 +27,27 @@ def target() -> ModelParams:
 def draft_config(target: ModelConfig, *, num_layers: int = 1, windows=(), width: int | None = None, **over) -> DFlashConfig:
     """The configuration of a draft for a target."""
     layers = ModelConfig(
-        family="dflash", vocab_size=target.vocab_size, hidden_size=width or target.hidden_size, num_layers=num_layers,
-        num_heads=2, num_kv_heads=1, head_dim=8, ffn_size=24, max_positions=target.max_positions, windows=windows,
-        qk_norm=True, qkv_bias=over.pop("qkv_bias", False),
-    )  # fmt: skip
+        family="dflash",
+        vocab_size=target.vocab_size,
+        hidden_size=width or target.hidden_size,
+        num_layers=num_layers,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        ffn_size=24,
+        max_positions=target.max_positions,
+        windows=windows,
+        qk_norm=True,
+        qkv_bias=over.pop("qkv_bias", False),
+    )
     settings = dict(
-        layers=layers, taps=(0, 1), target_hidden_size=target.hidden_size, draft_vocab_size=target.vocab_size,
-        block_size=5, mask_token_id=target.vocab_size - 1,
-    )  # fmt: skip
+        layers=layers,
+        taps=(0, 1),
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=target.vocab_size,
+        block_size=5,
+        mask_token_id=target.vocab_size - 1,
+    )
     return DFlashConfig(**settings | over)
 
 

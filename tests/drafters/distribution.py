@@ -34,9 +34,17 @@ def fit(target: ModelParams, rows: int, temperature: float, top_k: int | None = 
     It is one batch of the device layer: an engine would take them in a few at a time.
     """
     batch = open_batch(
-        target, [list(PROMPT)] * rows, temperature=temperature, top_k=top_k or -1, seed=list(range(rows)),
-        max_new_tokens=LENGTH, ignore_eos=True, page_size=4, prefill_chunk=4, **options,
-    )  # fmt: skip
+        target,
+        [list(PROMPT)] * rows,
+        temperature=temperature,
+        top_k=top_k or -1,
+        seed=list(range(rows)),
+        max_new_tokens=LENGTH,
+        ignore_eos=True,
+        page_size=4,
+        prefill_chunk=4,
+        **options,
+    )
     batch.prefill()
     batch.run()
     logs = batch.logs()

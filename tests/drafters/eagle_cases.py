@@ -24,9 +24,16 @@ FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 def tiny_target(vocab: int = 24, seed: int = 0, **over) -> ModelParams:
     """A random Llama of two layers in float32."""
     settings = dict(
-        family="llama", vocab_size=vocab, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, ffn_size=32,
+        family="llama",
+        vocab_size=vocab,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        ffn_size=32,
         max_positions=512,
-    )  # fmt: skip
+    )
     config = ModelConfig(**settings | over)
     params = decoder.init_params(config, jax.random.key(seed))
     # Sharper logits than a fresh model gives, so that greedy choices do not hang on rounding.
@@ -38,10 +45,18 @@ def head_config(target: ModelConfig, fused: bool, *, width: int | None = None, n
     """The configuration of a head for a target."""
     width = width or target.hidden_size
     layers = ModelConfig(
-        family="eagle", vocab_size=target.vocab_size, hidden_size=width, num_layers=num_layers, num_heads=2, num_kv_heads=1,
-        head_dim=8, ffn_size=24, max_positions=target.max_positions, qk_norm=over.pop("qk_norm", False),
+        family="eagle",
+        vocab_size=target.vocab_size,
+        hidden_size=width,
+        num_layers=num_layers,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        ffn_size=24,
+        max_positions=target.max_positions,
+        qk_norm=over.pop("qk_norm", False),
         qkv_bias=over.pop("qkv_bias", False),
-    )  # fmt: skip
+    )
     settings = dict(
         layers=layers,
         fused=fused,

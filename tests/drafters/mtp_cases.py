@@ -30,9 +30,17 @@ def with_mtp(params: ModelParams, config: MtpConfig, seed: int = 7) -> ModelPara
 def dense_target(vocab: int = 24) -> ModelParams:
     """A random Qwen2 of one layer in float32."""
     config = ModelConfig(
-        family="mimo", vocab_size=vocab, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, ffn_size=32,
-        max_positions=512, qkv_bias=True,
-    )  # fmt: skip
+        family="mimo",
+        vocab_size=vocab,
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        ffn_size=32,
+        max_positions=512,
+        qkv_bias=True,
+    )
     params = decoder.init_params(config, jax.random.key(0))
     # Sharper logits than a fresh model gives, so that greedy choices do not hang on rounding.
     params["final_norm"]["scale"] = params["final_norm"]["scale"] * 4
@@ -44,9 +52,16 @@ def gated_target() -> ModelParams:
     """Qwen3-Next's attention layer with experts as a target of its own: gates, partial rotation, 1 + w, a shared expert."""
     moe = MoEConfig(num_experts=3, num_experts_per_token=2, ffn_size=8, shared_ffn_size=8, shared_gate=True)
     config = dataclasses.replace(
-        dense_target().config, family="qwen3_next", num_kv_heads=2, qkv_bias=False, qk_norm=True, attention_gate=True,
-        norm_plus_one=True, rope=RopeConfig(fraction=0.5), moe=moe,
-    )  # fmt: skip
+        dense_target().config,
+        family="qwen3_next",
+        num_kv_heads=2,
+        qkv_bias=False,
+        qk_norm=True,
+        attention_gate=True,
+        norm_plus_one=True,
+        rope=RopeConfig(fraction=0.5),
+        moe=moe,
+    )
     params = decoder.init_params(config, jax.random.key(1))
     params["final_norm"]["scale"] = params["final_norm"]["scale"] + 3
     return ModelParams(params, config)

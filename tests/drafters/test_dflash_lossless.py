@@ -35,9 +35,15 @@ FURTHER = {
 def check(variant: str, tree: str, page_size: int, batch: int, chunk: int | None, **spec) -> float:
     draft = random_draft(variant)
     answers = generate(
-        target(), prompts(VOCAB)[:batch], draft=draft, spec=spec_of(**TREES[tree], **spec), max_new_tokens=TOKENS,
-        ignore_eos=True, page_size=page_size, prefill_chunk=chunk,
-    )  # fmt: skip
+        target(),
+        prompts(VOCAB)[:batch],
+        draft=draft,
+        spec=spec_of(**TREES[tree], **spec),
+        max_new_tokens=TOKENS,
+        ignore_eos=True,
+        page_size=page_size,
+        prefill_chunk=chunk,
+    )
     for answer, expected in zip(answers, plain(), strict=False):
         assert answer.tokens == expected
         assert answer.stats.algorithm == draft.config.algorithm

@@ -56,9 +56,13 @@ def test_an_oracle_draft_is_always_accepted(tree):
     ids, new = prompts(24), 1 + 6 * (tree[0] + 1)
     answers = generate(target, ids, algorithm="none", max_new_tokens=new, ignore_eos=True)
     batch = batch_for(
-        target, ids, draft=random_head("eagle3"), max_new_tokens=new, prefill_chunk=4,
+        target,
+        ids,
+        draft=random_head("eagle3"),
+        max_new_tokens=new,
+        prefill_chunk=4,
         spec=SpecConfig(num_steps=steps, topk=topk, num_draft_tokens=nodes),
-    )  # fmt: skip
+    )
     table = np.zeros((len(ids), batch.state.tokens.shape[1]), np.int32)
     for row, prompt, answer in zip(table, ids, answers, strict=True):
         row[: len(prompt) + new] = prompt + answer.tokens
@@ -153,11 +157,18 @@ def test_token_maps_are_read_from_files(tmp_path):
 @pytest.mark.parametrize(
     "name, content",
     [
-        ("cut.npy", b"\x93NUMPY\x01\x00v\x00{'descr': '<i8', 'fortran"), ("empty.npy", b""), ("text.npy", b"1, 2, 3"),
-        ("cut.json", b"[1, 2"), ("latin.json", b"[\xe9]"), ("deep.json", b"[" * 100_000), ("ragged.json", b"[[1], 2]"),
-        ("names.json", b'{"a": 1}'), ("empty.pt", b""), ("text.pt", b"ids"),
+        ("cut.npy", b"\x93NUMPY\x01\x00v\x00{'descr': '<i8', 'fortran"),
+        ("empty.npy", b""),
+        ("text.npy", b"1, 2, 3"),
+        ("cut.json", b"[1, 2"),
+        ("latin.json", b"[\xe9]"),
+        ("deep.json", b"[" * 100_000),
+        ("ragged.json", b"[[1], 2]"),
+        ("names.json", b'{"a": 1}'),
+        ("empty.pt", b""),
+        ("text.pt", b"ids"),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_token_map_is_named(name, content, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
@@ -279,10 +290,16 @@ def test_a_sampled_chain_carries_the_distribution_it_was_drawn_from():
     settings = [SamplingParams(temperature=0.0 if i % 3 == 0 else 0.7, top_k=2) for i in range(rows)]
     sampling = sampling_state(settings, vocab, [[]] * rows, [True] * rows)
     tree, seen = sampled_chain(
-        jnp.zeros(rows, jnp.int32), jnp.broadcast_to(logits, (rows, 4)),
-        lambda level, token, aux: (jnp.broadcast_to(-logits, (rows, 4)), [*aux, token]), [],
-        row_keys(range(rows)), sampling, num_steps=2, vocab_size=vocab, target_ids=ids,
-    )  # fmt: skip
+        jnp.zeros(rows, jnp.int32),
+        jnp.broadcast_to(logits, (rows, 4)),
+        lambda level, token, aux: (jnp.broadcast_to(-logits, (rows, 4)), [*aux, token]),
+        [],
+        row_keys(range(rows)),
+        sampling,
+        num_steps=2,
+        vocab_size=vocab,
+        target_ids=ids,
+    )
     assert tree.is_chain
     assert [t.shape for t in seen] == [(rows,)]
     greedy = np.arange(rows) % 3 == 0

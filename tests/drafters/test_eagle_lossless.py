@@ -34,9 +34,15 @@ def check(variant: str, tree: str, page_size: int, batch: int, chunk: int | None
     learned = variant.startswith("e2e")
     target, head = trained(variant) if learned else (tiny_target(), random_head(variant))
     answers = generate(
-        target, prompts(target.config.vocab_size)[:batch], draft=head, spec=spec_of(**TREES[tree]), max_new_tokens=TOKENS,
-        ignore_eos=True, page_size=page_size, prefill_chunk=chunk,
-    )  # fmt: skip
+        target,
+        prompts(target.config.vocab_size)[:batch],
+        draft=head,
+        spec=spec_of(**TREES[tree]),
+        max_new_tokens=TOKENS,
+        ignore_eos=True,
+        page_size=page_size,
+        prefill_chunk=chunk,
+    )
     for answer, expected in zip(answers, plain(learned), strict=False):
         assert answer.tokens == expected
         assert answer.stats.algorithm == head.config.algorithm

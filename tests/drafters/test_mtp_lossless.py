@@ -29,9 +29,14 @@ def check(name: str, tree: str, page_size: int, batch: int, chunk: int | None) -
     params = target(name)
     spec = SpecConfig(*TREES[tree], options=MtpOptions(5, 1) if name == "raw" else None)
     answers = generate(
-        params, prompts(params.config.vocab_size)[:batch], spec=spec, max_new_tokens=TOKENS, ignore_eos=True,
-        page_size=page_size, prefill_chunk=chunk,
-    )  # fmt: skip
+        params,
+        prompts(params.config.vocab_size)[:batch],
+        spec=spec,
+        max_new_tokens=TOKENS,
+        ignore_eos=True,
+        page_size=page_size,
+        prefill_chunk=chunk,
+    )
     for answer, expected in zip(answers, plain(name), strict=False):
         assert answer.tokens == expected
         assert answer.stats.algorithm == "NEXTN"

@@ -35,17 +35,23 @@ NOT_OPTIONS = {
     "a bad value": ("uno", dict(noise="pink"), "uno_noise='pink' must be one of uniform, hash, mask"),
 }
 NOT_FIELDS = {
-    "none with a tree": ("none", dict(num_steps=3, topk=1), "'none' takes none of num_steps, topk, num_draft_tokens: leave "
-                         "num_steps and topk unset (it drafts nothing)"),
+    "none with a tree": (
+        "none",
+        dict(num_steps=3, topk=1),
+        "'none' takes none of num_steps, topk, num_draft_tokens: leave num_steps and topk unset (it drafts nothing)",
+    ),
     "none with thresholds": ("none", dict(accept_threshold_acc=0.9), "accept_threshold_acc=0.9 has no effect with algorithm"),
     "none with blocks": ("none", dict(use_block_verification=True), "use_block_verification needs a chain with draft prob"),
     "ngram with a depth": ("ngram", dict(num_steps=3), "algorithm='ngram' takes num_draft_tokens alone: leave num_steps unset"),
     "ngram with blocks": ("ngram", dict(use_block_verification=True), "which algorithm='ngram' does not have: leave it unset"),
     "standalone by rejection": ("standalone", dict(use_rejection_sampling=True), "use_rejection_sampling needs a chain with"),
-    "a tree by rejection": ("eagle3", dict(num_steps=2, topk=2, num_draft_tokens=4, use_rejection_sampling=True),
-                            "use_rejection_sampling checks chains only: topk=2 must be 1"),
+    "a tree by rejection": (
+        "eagle3",
+        dict(num_steps=2, topk=2, num_draft_tokens=4, use_rejection_sampling=True),
+        "use_rejection_sampling checks chains only: topk=2 must be 1",
+    ),
     "a static tree by blocks": ("eagle", dict(static_tree="0 00", use_block_verification=True), "be 1, without a static tree"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", [*NOT_OPTIONS, *NOT_FIELDS])

@@ -39,20 +39,23 @@ CASES = {
     "eagle": lambda: (eagle_cases.tiny_target(), eagle_cases.random_head("eagle"), TREE),
     "eagle3": lambda: (eagle_cases.tiny_target(), eagle_cases.random_head("eagle3"), dict(static_tree="0 1 00 01 000")),
     "speculators": lambda: (
-        eagle_cases.tiny_target(), eagle_cases.random_head("speculators"),
+        eagle_cases.tiny_target(),
+        eagle_cases.random_head("speculators"),
         dict(num_steps=3, topk=1, num_draft_tokens=4, use_rejection_sampling=True),
     ),
     "peagle": lambda: (eagle_cases.tiny_target(), eagle_cases.random_head("peagle"), {}),
     "mtp tree": lambda: (mtp_cases.target("raw"), None, TREE),
     "mtp sampled": lambda: (
-        mtp_cases.target("two layers"), None, dict(num_steps=3, topk=1, num_draft_tokens=4, use_rejection_sampling=True)
+        mtp_cases.target("two layers"),
+        None,
+        dict(num_steps=3, topk=1, num_draft_tokens=4, use_rejection_sampling=True),
     ),
     "mtp in turn": lambda: (mtp_cases.target("three layers"), None, dict(num_steps=5, topk=1, num_draft_tokens=6)),
     "standalone": lambda: (tiny.target(), tiny.small_draft(), TREE),
     "dflash": lambda: (dflash_cases.target(), dflash_cases.random_draft("sliding"), dict(topk=2, num_draft_tokens=6)),
     "dspark": lambda: (dflash_cases.target(), dflash_cases.random_draft("dspark"), {}),
     "uno": lambda: (uno_cases.target(), uno_cases.random_adapter(), dict(num_draft_tokens=4)),
-}  # fmt: skip
+}
 SEPARATE = [name for name in CASES if name != "mtp in turn"]
 KEY_LOOKAHEAD = {"eagle": 1, "eagle3": 1, "speculators": 1, "peagle": 1, "mtp tree": 1, "mtp sampled": 1, "mtp in turn": 3}
 
@@ -62,10 +65,17 @@ def batch_of(case: str, prompts) -> Batch:
     target, draft, spec = CASES[case]()
     sampled = spec.get("use_rejection_sampling", False) or case == "dspark"
     return open_batch(
-        target, prompts, draft=draft, algorithm="auto" if draft or target.drafts else "none", spec=spec_of(**spec),
+        target,
+        prompts,
+        draft=draft,
+        algorithm="auto" if draft or target.drafts else "none",
+        spec=spec_of(**spec),
         sampling=[SamplingParams(temperature=float(sampled), seed=i) for i in range(len(prompts))],
-        ignore_eos=True, max_new_tokens=24, page_size=PAGE_SIZE, prefill_chunk=CHUNK,
-    )  # fmt: skip
+        ignore_eos=True,
+        max_new_tokens=24,
+        page_size=PAGE_SIZE,
+        prefill_chunk=CHUNK,
+    )
 
 
 def prompts_of(case: str) -> list[list[int]]:
@@ -94,9 +104,16 @@ def take_in(program, params, draft_params, state: RoundState, rows, starts, coun
     inside = jnp.minimum(positions, part.tokens.shape[1] - 1)
     tokens = jnp.where(valid, jnp.take_along_axis(part.tokens, inside, 1), 0)
     out = paged_forward(
-        params, program.config, decoder.embed(params, program.config, tokens), part.cache.layers, part.cache.page_table,
-        starts, positions, valid, taps=drafter.taps,
-    )  # fmt: skip
+        params,
+        program.config,
+        decoder.embed(params, program.config, tokens),
+        part.cache.layers,
+        part.cache.page_table,
+        starts,
+        positions,
+        valid,
+        taps=drafter.taps,
+    )
     following = jnp.take_along_axis(part.tokens, (starts + counts)[:, None] + jnp.arange(drafter.lookahead), 1)
     ctx = dataclasses.replace(context(program, params, part, counts > 0), continued=continued)
     draft = drafter.prefill(draft_params, part.draft, ctx, tokens, following, out.features, counts)
@@ -215,9 +232,7 @@ def test_a_row_behind_a_shared_prefix_drafts_as_a_cold_one(case):
     wrecked = own[own > 0]
     wreck = lambda pool: jax.tree.map(lambda x: x.at[wrecked].set(9.0), pool)  # noqa: E731
     table = cold.cache.page_table.at[1, :pages].set(cold.cache.page_table[0, :pages])
-    draft = jax.tree.map(
-        lambda x, y: wreck(x) if is_pool(x) else x.at[1:2].set(y), cold.draft, initial, is_leaf=is_pool
-    )  # fmt: skip
+    draft = jax.tree.map(lambda x, y: wreck(x) if is_pool(x) else x.at[1:2].set(y), cold.draft, initial, is_leaf=is_pool)
     cache = PagedKVCache(wreck(cold.cache.layers), table, cold.cache.length)
     state = dataclasses.replace(cold, cache=cache, draft=draft)
     warm = in_rows(batch, state, [1], [shared], [len(second) - shared], [False], len(second))

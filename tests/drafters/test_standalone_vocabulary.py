@@ -126,9 +126,14 @@ def test_another_vocabulary_is_refused_with_the_first_difference():
 def test_more_beams_than_common_tokens_are_refused():
     with pytest.raises(ConfigError, match="topk=5 is more than the 4 tokens"):
         jaxspec.generate(
-            model(64, words(4)), [[1]], draft=model(64, Words(words(4).vocab | {"x": 4})), algorithm="standalone", num_steps=2,
-            topk=5, num_draft_tokens=6,
-        )  # fmt: skip
+            model(64, words(4)),
+            [[1]],
+            draft=model(64, Words(words(4).vocab | {"x": 4})),
+            algorithm="standalone",
+            num_steps=2,
+            topk=5,
+            num_draft_tokens=6,
+        )
 
 
 # Other tokenizers: tokens that read alike are pairs.
@@ -219,8 +224,14 @@ def test_pairs_need_tokenizers_and_enough_of_them():
         pytest.raises(ConfigError, match="topk=2 is more than the 1 tokens"),
     ):
         jaxspec.generate(
-            model(64, words(60)), [[1]], draft=model(64, few), algorithm="standalone", spec=spec, num_steps=2, topk=2,
+            model(64, words(60)),
+            [[1]],
+            draft=model(64, few),
+            algorithm="standalone",
+            spec=spec,
+            num_steps=2,
+            topk=2,
             num_draft_tokens=4,
-        )  # fmt: skip
+        )
     with pytest.raises(ConfigError, match="standalone_pairing='letters' must be one of ids, strings"):
         jaxspec.StandaloneOptions("letters")

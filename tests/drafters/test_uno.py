@@ -31,9 +31,16 @@ def batch_for(model, asked, adapter, spec=None, sampling=None, new=16, page_size
     algorithm = "NONE" if adapter is None else "UNO"
     spec = spec or (SpecConfig() if adapter is None else SpecConfig(num_draft_tokens=4))
     return open_batch(
-        model, asked, draft=adapter, algorithm=algorithm, spec=spec, sampling=sampling or SamplingParams(seed=0),
-        max_new_tokens=new, page_size=page_size, prefill_chunk=16,
-    )  # fmt: skip
+        model,
+        asked,
+        draft=adapter,
+        algorithm=algorithm,
+        spec=spec,
+        sampling=sampling or SamplingParams(seed=0),
+        max_new_tokens=new,
+        page_size=page_size,
+        prefill_chunk=16,
+    )
 
 
 def answers_of(batch) -> list[list[int]]:
@@ -60,9 +67,15 @@ def draft_passes(adapter, dtype=jnp.float32):
         config, base = model.config, state.cache.length
         tokens = jnp.concatenate([state.bonus[:, None], noise], 1)
         out = paged_forward(
-            tree, config, decoder.embed(tree, config, tokens), state.cache.layers, state.cache.page_table, base,
-            base[:, None] + jnp.arange(4), jnp.ones(tokens.shape, bool),
-        )  # fmt: skip
+            tree,
+            config,
+            decoder.embed(tree, config, tokens),
+            state.cache.layers,
+            state.cache.page_table,
+            base,
+            base[:, None] + jnp.arange(4),
+            jnp.ones(tokens.shape, bool),
+        )
         return decoder.unembed(tree, config, out.hidden, exact=True), out.layers
 
     return with_adapter(adapter.tree), plain(), state.cache
@@ -174,9 +187,11 @@ def test_every_stop_position_and_length_limit_inside_a_run(tree):
     stops, limits = (jnp.asarray(c, jnp.int32) for c in zip(*cases, strict=True))
     stop_ids = jnp.full((len(cases), MAX_STOP_IDS), -1, jnp.int32).at[:, 0].set(stops)
     batch.state = dataclasses.replace(
-        batch.state, limit=len(prompt) + limits, keys=row_keys(range(len(cases))),
+        batch.state,
+        limit=len(prompt) + limits,
+        keys=row_keys(range(len(cases))),
         sampling=dataclasses.replace(batch.state.sampling, stop_ids=stop_ids),
-    )  # fmt: skip
+    )
     batch.prefill()
     batch.run()
     ends = set()

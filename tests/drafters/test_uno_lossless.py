@@ -33,10 +33,17 @@ def plain(case: str, penalized: bool) -> list[list[int]]:
 def check(case: str, tree: str, page_size: int, batch: int, chunk: int | None, penalized: bool, noise: str = "uniform"):
     model, adapter = recorded() if case == "recorded" else (target(), random_adapter())
     answers = generate(
-        model, prompts(model.config.vocab_size)[:batch], draft=adapter, max_new_tokens=TOKENS, ignore_eos=True, seed=1,
+        model,
+        prompts(model.config.vocab_size)[:batch],
+        draft=adapter,
+        max_new_tokens=TOKENS,
+        ignore_eos=True,
+        seed=1,
         spec=SpecConfig(**TREES[tree], options=UnoOptions(noise, model.config.vocab_size - 1)),
-        page_size=page_size, prefill_chunk=chunk, **PENALTIES if penalized else {},
-    )  # fmt: skip
+        page_size=page_size,
+        prefill_chunk=chunk,
+        **PENALTIES if penalized else {},
+    )
     for answer, expected in zip(answers, plain(case, penalized), strict=False):
         assert answer.tokens == expected
         stats = answer.stats

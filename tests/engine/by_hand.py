@@ -75,9 +75,16 @@ class PoisonedDevice(Device):
 
 
 def open_core(
-    name: str, *, block: int = 16, pages: int = 64, buckets: tuple[int, ...] = (2,), sizes: tuple[int, ...] = (1,),
-    memory: Memory | None = None, max_len: int = MAX_LEN, **config: Any,
-) -> Core:  # fmt: skip
+    name: str,
+    *,
+    block: int = 16,
+    pages: int = 64,
+    buckets: tuple[int, ...] = (2,),
+    sizes: tuple[int, ...] = (1,),
+    memory: Memory | None = None,
+    max_len: int = MAX_LEN,
+    **config: Any,
+) -> Core:
     """A core for a case, all of whose launches serve greedy and sampled requests, so that programs are few."""
     made = case_of(name)
     chosen = Speculation.choose(made.params, made.draft, made.algorithm, made.spec)
@@ -85,10 +92,18 @@ def open_core(
     if memory is None:
         memory = Memory(made.params.tree, chosen.draft_tree, chosen.program, page_size=PAGE_SIZE, num_pages=pages + 1)
     limits = Limits(
-        buckets=buckets, prefill_sizes=sizes, block=block, long_sizes=(), max_len=max_len, total_pages=pages,
-        page_size=PAGE_SIZE, max_accept=drafter.max_accept, slack=drafter.slack, key_lookahead=drafter.key_lookahead,
+        buckets=buckets,
+        prefill_sizes=sizes,
+        block=block,
+        long_sizes=(),
+        max_len=max_len,
+        total_pages=pages,
+        page_size=PAGE_SIZE,
+        max_accept=drafter.max_accept,
+        slack=drafter.slack,
+        key_lookahead=drafter.key_lookahead,
         separate_blocks=drafter.separate_blocks,
-    )  # fmt: skip
+    )
     device = PoisonedDevice(memory, limits)
     device.sampling_class = "sampled"
     core = Core(device, SchedulerConfig(**config), check_pages=True)

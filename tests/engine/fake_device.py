@@ -216,10 +216,18 @@ class FakeDevice:
         for leaf in rows.values():
             leaf[at] = 0
         for name, value in {
-            "length": admission.cached, "count": count, "fill": admission.fill, "seen": count, "uid": self._uids,
-            "capacity": len(admission.pages) * size, "end": text.end, "stopped": text.stopped,
-            "drafting": request.speculation, "rounds": admission.rounds, "proposed": admission.proposed,
-        }.items():  # fmt: skip
+            "length": admission.cached,
+            "count": count,
+            "fill": admission.fill,
+            "seen": count,
+            "uid": self._uids,
+            "capacity": len(admission.pages) * size,
+            "end": text.end,
+            "stopped": text.stopped,
+            "drafting": request.speculation,
+            "rounds": admission.rounds,
+            "proposed": admission.proposed,
+        }.items():
             rows[name][at] = value
         rows["text"][at, : text.end] = text.tokens
         rows["hashes"][at, : text.end] = text.hashes

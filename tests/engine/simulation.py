@@ -14,9 +14,17 @@ from tests.engine.fake_device import VOCABULARY, FakeDevice, text_of
 
 def make_limits(**changes) -> Limits:
     values = dict(
-        buckets=(1, 2, 4, 8, 16, 24), prefill_sizes=(1, 2, 4, 8, 16), block=16, long_sizes=(), max_len=640, total_pages=300,
-        page_size=4, max_accept=4, slack=6, key_lookahead=1,
-    )  # fmt: skip
+        buckets=(1, 2, 4, 8, 16, 24),
+        prefill_sizes=(1, 2, 4, 8, 16),
+        block=16,
+        long_sizes=(),
+        max_len=640,
+        total_pages=300,
+        page_size=4,
+        max_accept=4,
+        slack=6,
+        key_lookahead=1,
+    )
     return Limits(**(values | changes))
 
 

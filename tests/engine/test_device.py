@@ -35,16 +35,38 @@ def random_admissions(rng: np.random.Generator, count: int) -> list[dict]:
         size = int(rng.integers(1, 30))
         bias = tuple((int(t), float(rng.normal())) for t in rng.permutation(VOCAB)[: rng.integers(0, 5)])
         sampling = SamplingParams(
-            temperature=float(rng.choice([0.0, 1e-5, 0.7, 3.5])), top_k=int(rng.choice([-1, 1, 7])), top_p=0.1 + 0.1 * i,
-            min_p=0.01 * i, repetition_penalty=1.1, presence_penalty=-0.3, frequency_penalty=0.2, min_new_tokens=i,
-            logit_bias=bias, seed=seeds[i % len(seeds)],
-        )  # fmt: skip
-        made.append({
-            "row": int(i), "length": size // 2, "prompt_length": size, "fill": size, "resumed": bool(i % 2), "limit": size + 9,
-            "capacity": 4 * (i + 1), "rounds_left": 3, "drafting": bool((i + 1) % 2), "seen": size + i % 2, "rounds": 5 * i,
-            "proposed": 7 * i, "sampling": sampling, "stop_ids": tuple(range(i)), "ignore_eos": i % 3 == 0,
-            "pages": list(range(1, 2 + i)), "tokens": rng.integers(0, VOCAB, size).astype(np.int32),
-        })  # fmt: skip
+            temperature=float(rng.choice([0.0, 1e-5, 0.7, 3.5])),
+            top_k=int(rng.choice([-1, 1, 7])),
+            top_p=0.1 + 0.1 * i,
+            min_p=0.01 * i,
+            repetition_penalty=1.1,
+            presence_penalty=-0.3,
+            frequency_penalty=0.2,
+            min_new_tokens=i,
+            logit_bias=bias,
+            seed=seeds[i % len(seeds)],
+        )
+        made.append(
+            {
+                "row": int(i),
+                "length": size // 2,
+                "prompt_length": size,
+                "fill": size,
+                "resumed": bool(i % 2),
+                "limit": size + 9,
+                "capacity": 4 * (i + 1),
+                "rounds_left": 3,
+                "drafting": bool((i + 1) % 2),
+                "seen": size + i % 2,
+                "rounds": 5 * i,
+                "proposed": 7 * i,
+                "sampling": sampling,
+                "stop_ids": tuple(range(i)),
+                "ignore_eos": i % 3 == 0,
+                "pages": list(range(1, 2 + i)),
+                "tokens": rng.integers(0, VOCAB, size).astype(np.int32),
+            }
+        )
     return made
 
 
@@ -180,9 +202,12 @@ def test_reports_carry_every_token_once():
     length = np.array([2, 9, 0, 6])
     seen = fill + np.array([0, 1, 0, 0])  # the second one is resumed: its bonus token is known
     rows = dataclasses.replace(
-        rows, fill=jnp.asarray(fill), limit=jnp.asarray(limit), seen=jnp.asarray(seen),
+        rows,
+        fill=jnp.asarray(fill),
+        limit=jnp.asarray(limit),
+        seen=jnp.asarray(seen),
         cache=dataclasses.replace(rows.cache, length=jnp.asarray(length)),
-    )  # fmt: skip
+    )
     report = jax.jit(table.report, static_argnames=("window", "rounds"))
     told = [[] for _ in range(ROWS)]
     logs = [np.asarray(x) for x in (rows.tokens, rows.from_draft, rows.round_of, rows.proposed_upto)]

@@ -23,10 +23,15 @@ def test_random_requests_are_answered_and_leave_no_page_behind(page_size, lookah
     total, requests = LOADS[page_size]
     seed = MIX.index((page_size, lookahead, rounds, depth))
     limits = make_limits(
-        buckets=(1, 4, 16, 64), page_size=page_size, key_lookahead=lookahead, total_pages=total,
-        separate_blocks=seed % 3 != 0, max_ends=4 if seed % 2 else 2**30, long_sizes=(288, 384) if seed % 4 == 1 else (),
+        buckets=(1, 4, 16, 64),
+        page_size=page_size,
+        key_lookahead=lookahead,
+        total_pages=total,
+        separate_blocks=seed % 3 != 0,
+        max_ends=4 if seed % 2 else 2**30,
+        long_sizes=(288, 384) if seed % 4 == 1 else (),
         max_accept=6,
-    )  # fmt: skip
+    )
     config = SchedulerConfig(
         rounds_per_launch=rounds,
         pipeline_depth=depth,

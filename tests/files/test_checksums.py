@@ -89,8 +89,13 @@ def test_checksums_that_are_damaged_themselves(folders, tmp_path):
     file = folder / "params" / "checksums.json"
     good = json.loads(file.read_text())
     first = min(good)
-    for data in ("[]", "{", json.dumps(good | {first: "x"}), json.dumps({k: v for k, v in good.items() if k != first}),
-                 json.dumps(good | {first: good[first] ^ 1})):  # fmt: skip
+    for data in (
+        "[]",
+        "{",
+        json.dumps(good | {first: "x"}),
+        json.dumps({k: v for k, v in good.items() if k != first}),
+        json.dumps(good | {first: good[first] ^ 1}),
+    ):
         file.write_text(data)
         with pytest.raises(ConversionError, match=r"x/params"):
             jaxspec.load(folder)

@@ -31,23 +31,32 @@ def entry(begin=0, end=8, shape=(2,), dtype="F32"):
         (header(a=entry(), b=entry()), "tensors 'a' and 'b' lie upon each other at byte 0"),
         (header(a=entry(), b=entry(4, 12), c=entry(16, 24)), "tensors 'a' and 'b' lie upon each other at byte 4"),
         (header(a=entry(0, 24, [6]), b=entry(8, 16)), "tensors 'a' and 'b' lie upon each other at byte 8"),
-        (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"I32","shape":[2],"data_offsets":[8,16]}}',
-         "has the key 'a' twice"),
+        (
+            b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"I32","shape":[2],"data_offsets":[8,16]}}',
+            "has the key 'a' twice",
+        ),
         (b'{"a":{"dtype":"F32","shape":[2],"shape":[1],"data_offsets":[0,4]}}', "has the key 'shape' twice"),
         (header(a=entry(shape=[2.5])), "shape is a list of 1, expected at most 32 whole numbers"),
-        (header(a=entry(shape=[True, 2])), "shape is"), (header(a=entry(shape="2")), "shape is 2"),
+        (header(a=entry(shape=[True, 2])), "shape is"),
+        (header(a=entry(shape="2")), "shape is 2"),
         (header(a=entry(shape=[-1, -2])), "shape is"),
         (header(a=entry(shape=[2**40, 2**40])), "needs 4835703278458516698824704"),
-        (header(a=entry(shape=[1] * 33)), "shape is a list of 33"), (header(a=entry(0.0, 8)), "data_offsets is"),
-        (header(a=entry("0", 8)), "data_offsets is"), (header(a=entry(-8, 0)), "data_offsets is"),
+        (header(a=entry(shape=[1] * 33)), "shape is a list of 33"),
+        (header(a=entry(0.0, 8)), "data_offsets is"),
+        (header(a=entry("0", 8)), "data_offsets is"),
+        (header(a=entry(-8, 0)), "data_offsets is"),
         (header(a=entry() | {"data_offsets": [0]}), "data_offsets is"),
         (header(a=entry(dtype=["F32"])), "has type a list of 1"),
-        (header(a=entry(dtype=None)), "has type None"), (header(a=None), "malformed header entry"),
+        (header(a=entry(dtype=None)), "has type None"),
+        (header(a=None), "malformed header entry"),
         (header(a=[1]), "malformed"),
-        (b"[]", "is not a safetensors file"), (b"null", "is not a safetensors file"), (b"[" * 50_000, "nested too deeply"),
-        (header(**{"x" * 100_000: entry(0, 4)}), "needs 8 bytes, has 4"), (b"\xff\xff", "is not a safetensors file"),
+        (b"[]", "is not a safetensors file"),
+        (b"null", "is not a safetensors file"),
+        (b"[" * 50_000, "nested too deeply"),
+        (header(**{"x" * 100_000: entry(0, 4)}), "needs 8 bytes, has 4"),
+        (b"\xff\xff", "is not a safetensors file"),
     ],
-)  # fmt: skip
+)
 def test_safetensors_headers(text, message, tmp_path):
     raw_safetensors(tmp_path / "model.safetensors", text, bytes(24))
     with pytest.raises(ConversionError, match=message) as caught:
@@ -115,7 +124,7 @@ def number(key, value, kind=4, form="<I"):
         (tiny_gguf(num_tensors=2**60), "ends inside its header|0 axes|stored twice"),
         (tiny_gguf(num_keys=2**60), "ends inside its header|twice"),
     ],
-)  # fmt: skip
+)
 def test_gguf_headers(data, message, tmp_path):
     (tmp_path / "model.gguf").write_bytes(data)
     with pytest.raises(ConversionError, match=message):

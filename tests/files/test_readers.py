@@ -146,10 +146,16 @@ def test_torch_archive_of_torch_itself(tmp_path):
     torch = pytest.importorskip("torch", reason="compares with torch.save")
     base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     state = {
-        "plain": base.to(torch.bfloat16), "transposed": base.T, "slice": base[1:3, 2:5], "scalar": torch.tensor(2.5),
-        "parameter": torch.nn.Parameter(base.half()), "shared": base, "expanded": torch.ones(1).expand(3, 2),
-        "flag": torch.tensor([True, False]), "byte": torch.arange(5, dtype=torch.uint8),
-    }  # fmt: skip
+        "plain": base.to(torch.bfloat16),
+        "transposed": base.T,
+        "slice": base[1:3, 2:5],
+        "scalar": torch.tensor(2.5),
+        "parameter": torch.nn.Parameter(base.half()),
+        "shared": base,
+        "expanded": torch.ones(1).expand(3, 2),
+        "flag": torch.tensor([True, False]),
+        "byte": torch.arange(5, dtype=torch.uint8),
+    }
     module = torch.nn.Linear(3, 2)  # its state_dict is an OrderedDict with metadata attached
     torch.save(state, tmp_path / "one.bin")
     torch.save(module.state_dict(), tmp_path / "two.bin")

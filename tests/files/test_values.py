@@ -19,8 +19,17 @@ from tests.files.archives import FIXTURES
 from tests.tokenizer.test_tokenizer import byte_level_meta
 
 WRONG_TYPES = [[], {}, "x", "4", True, [[]], [None], 1e400, -(10**30), float("nan")]
-HF = ["target_llama", "target_qwen2", "target_qwen3_moe", "target_gemma3", "target_deepseek_v3", "draft_eagle3_speculators",
-      "draft_dflash", "draft_dspark", "mtp_mimo"]  # fmt: skip
+HF = [
+    "target_llama",
+    "target_qwen2",
+    "target_qwen3_moe",
+    "target_gemma3",
+    "target_deepseek_v3",
+    "draft_eagle3_speculators",
+    "draft_dflash",
+    "draft_dspark",
+    "mtp_mimo",
+]
 
 
 def changed(tmp_path, name, change):
@@ -67,9 +76,16 @@ def test_layers_of_a_converted_folder(tmp_path):
     file = tmp_path / "out" / "config.json"
     good = json.loads(file.read_text())
     for key, value in (
-        ("num_layers", 10**9), ("num_layers", "3"), ("num_heads", 4.5), ("norm_eps", float("nan")), ("rope", 3),
-        ("windows", [0, 0, 0]), ("windows", "abc"), ("tie_embeddings", "no"), ("stop_token_ids", [[1]]),
-    ):  # fmt: skip
+        ("num_layers", 10**9),
+        ("num_layers", "3"),
+        ("num_heads", 4.5),
+        ("norm_eps", float("nan")),
+        ("rope", 3),
+        ("windows", [0, 0, 0]),
+        ("windows", "abc"),
+        ("tie_embeddings", "no"),
+        ("stop_token_ids", [[1]]),
+    ):
         file.write_text(json.dumps(good | {"config": good["config"] | {key: value}}))
         with pytest.raises(ConversionError, match=rf"config.json: .*{key}"):
             jaxspec.load(tmp_path / "out")
@@ -82,13 +98,23 @@ def test_layers_of_a_converted_folder(tmp_path):
 
 
 NUMBERS = {
-    "num_attention_heads": (4.7, 0, -4, "4"), "hidden_size": (32.5, 0, -32), "vocab_size": (0, -1, 1.5),
-    "intermediate_size": (0.5,), "num_key_value_heads": (0, -2, 1.5), "head_dim": (0, 7.5, -16),
-    "max_position_embeddings": (0, -1, 2.5, "long"), "rms_norm_eps": (float("nan"), -1e-6, float("inf"), "1e-6"),
-    "rope_theta": (0, -1.0, float("nan"), float("inf"), 1e40), "sliding_window": (0, -4, 3.5),
-    "tie_word_embeddings": ("false", 1), "eos_token_id": ("</s>", [1.5], {"a": 1}), "architectures": ("Llama", [1]),
-    "rope_scaling": ("yarn", [1]), "model_type": (["llama"], {}), "bos_token_id": (1.5, "x"),
-}  # fmt: skip
+    "num_attention_heads": (4.7, 0, -4, "4"),
+    "hidden_size": (32.5, 0, -32),
+    "vocab_size": (0, -1, 1.5),
+    "intermediate_size": (0.5,),
+    "num_key_value_heads": (0, -2, 1.5),
+    "head_dim": (0, 7.5, -16),
+    "max_position_embeddings": (0, -1, 2.5, "long"),
+    "rms_norm_eps": (float("nan"), -1e-6, float("inf"), "1e-6"),
+    "rope_theta": (0, -1.0, float("nan"), float("inf"), 1e40),
+    "sliding_window": (0, -4, 3.5),
+    "tie_word_embeddings": ("false", 1),
+    "eos_token_id": ("</s>", [1.5], {"a": 1}),
+    "architectures": ("Llama", [1]),
+    "rope_scaling": ("yarn", [1]),
+    "model_type": (["llama"], {}),
+    "bos_token_id": (1.5, "x"),
+}
 
 
 @pytest.mark.parametrize("key, value", [(key, value) for key, values in NUMBERS.items() for value in values])
@@ -158,9 +184,18 @@ def test_experts_are_counted_over_all_layers(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [dict(norm_eps=float("nan")), dict(windows=(0,)), dict(ffn_size=True), dict(rope=None), dict(bos_token_id=1.5),
-     dict(logit_softcap=0.0), dict(stop_token_ids=("a",)), dict(activation=3), dict(attention_scale=float("inf"))],
-)  # fmt: skip
+    [
+        dict(norm_eps=float("nan")),
+        dict(windows=(0,)),
+        dict(ffn_size=True),
+        dict(rope=None),
+        dict(bos_token_id=1.5),
+        dict(logit_softcap=0.0),
+        dict(stop_token_ids=("a",)),
+        dict(activation=3),
+        dict(attention_scale=float("inf")),
+    ],
+)
 def test_configurations_made_by_hand(change):
     good = ModelConfig("llama", 8, 8, 1, 1, 1, 8, 8, 8)
     assert check_config(good, "x") is good
@@ -171,10 +206,20 @@ def test_configurations_made_by_hand(change):
             dataclasses.replace(good, **{name: value})
 
 
-@pytest.mark.parametrize("key, value", [("rope.freq_base", 0.0), ("rope.freq_base", float("nan")), ("attention.head_count", 0),
-                                        ("attention.head_count", "4"), ("attention.layer_norm_rms_epsilon", -1.0),
-                                        ("attention.layer_norm_rms_epsilon", float("inf")), ("context_length", 0),
-                                        ("attention.key_length", 7.5), ("feed_forward_length", ["a"])])  # fmt: skip
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("rope.freq_base", 0.0),
+        ("rope.freq_base", float("nan")),
+        ("attention.head_count", 0),
+        ("attention.head_count", "4"),
+        ("attention.layer_norm_rms_epsilon", -1.0),
+        ("attention.layer_norm_rms_epsilon", float("inf")),
+        ("context_length", 0),
+        ("attention.key_length", 7.5),
+        ("feed_forward_length", ["a"]),
+    ],
+)
 def test_metadata_that_means_nothing(key, value, tmp_path):
     write_gguf("target_llama", tmp_path / "model.gguf", metadata={f"ARCH.{key}": value})
     refused(tmp_path / "model.gguf", rf"model.gguf: llama.{key} is .*, expected")
@@ -197,11 +242,19 @@ def test_tokenizers_inside_gguf_files(tmp_path):
 
 @pytest.mark.parametrize(
     "name, text",
-    [("tokenizer.json", "[]"), ("tokenizer.json", "{"), ("tokenizer.json", b"\xff"), ("tokenizer_config.json", "[]"),
-     ("tokenizer_config.json", "[" * 100_000), ("tokenizer_config.json", '{"chat_template": 3}'),
-     ("tokenizer_config.json", '{"chat_template": [1]}'), ("tokenizer_config.json", '{"chat_template": [{"name": []}]}'),
-     ("chat_template.json", "null"), ("chat_template.jinja", b"\xff\xfe")],
-)  # fmt: skip
+    [
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", b"\xff"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", "[" * 100_000),
+        ("tokenizer_config.json", '{"chat_template": 3}'),
+        ("tokenizer_config.json", '{"chat_template": [1]}'),
+        ("tokenizer_config.json", '{"chat_template": [{"name": []}]}'),
+        ("chat_template.json", "null"),
+        ("chat_template.jinja", b"\xff\xfe"),
+    ],
+)
 def test_damaged_tokenizer_files(name, text, tmp_path):
     (tmp_path / "tokenizer.json").write_text(definition(byte_level_meta()))
     assert TokenizerFiles.of_folder(tmp_path).load() is not None

@@ -19,8 +19,14 @@ from pallas_kernels.lora import api as lora
 
 CONFIG = dataclasses.replace(
     shapes.MODELS["llama-3.1-8b"],
-    num_layers=2, windows=(), vocab_size=4096, hidden_size=1024, num_heads=8, num_kv_heads=2, ffn_size=2048,
-)  # fmt: skip
+    num_layers=2,
+    windows=(),
+    vocab_size=4096,
+    hidden_size=1024,
+    num_heads=8,
+    num_kv_heads=2,
+    ffn_size=2048,
+)
 
 
 def in_blocks(tree, adapter):

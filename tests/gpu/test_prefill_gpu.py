@@ -17,9 +17,16 @@ from jaxspec.params import ModelParams
 from pallas_kernels.attention import cudnn
 
 CONFIG = ModelConfig(
-    family="llama", vocab_size=256, hidden_size=512, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=128, ffn_size=512,
+    family="llama",
+    vocab_size=256,
+    hidden_size=512,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=128,
+    ffn_size=512,
     max_positions=4096,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])

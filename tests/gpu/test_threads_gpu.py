@@ -18,7 +18,7 @@ THREADS = 4
 
 def model(seed: int) -> jaxspec.ModelParams:
     """Wide enough for the kernels."""
-    config = tiny.config(width=256, heads=4, vocab=256, head_dim=64, ffn_size=512)
+    config = tiny.config(width=256, heads=4, vocab=256, head_dim=64, ffn_size=512, max_positions=512)
     return jaxspec.ModelParams(jax.tree.map(jnp.asarray, init_params(config, jax.random.key(seed))), config)
 
 
@@ -29,9 +29,11 @@ def test_four_threads_generate_at_once(shared):
     draft, rng = model(9), np.random.default_rng(0)
     prompts = [[rng.integers(0, 256, int(n)).tolist() for n in rng.integers(3, 300, i + 1)] for i in range(THREADS)]
     hows = [
-        {"algorithm": "none"}, {"draft": draft, "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
-        {"algorithm": "ngram"}, {"draft": draft, "num_steps": 3, "topk": 2, "num_draft_tokens": 6},
-    ]  # fmt: skip
+        {"algorithm": "none"},
+        {"draft": draft, "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
+        {"algorithm": "ngram"},
+        {"draft": draft, "num_steps": 3, "topk": 2, "num_draft_tokens": 6},
+    ]
     found, together = [None] * THREADS, threading.Barrier(THREADS)
 
     def run(i: int) -> None:

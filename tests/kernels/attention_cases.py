@@ -83,10 +83,15 @@ def build(case: Case, dtype=jnp.float32, cache_dtype=None) -> tuple[tuple, dict]
     q = rng.standard_normal((case.B, case.T, case.H, case.Dk)) * 1.5
     cache_dtype = cache_dtype or dtype
     arguments = (
-        jnp.asarray(q, dtype), jnp.asarray(k, cache_dtype), jnp.asarray(v, cache_dtype), jnp.asarray(table),
-        jnp.asarray(length), None if visible is None else jnp.asarray(visible), jnp.asarray(positions),
+        jnp.asarray(q, dtype),
+        jnp.asarray(k, cache_dtype),
+        jnp.asarray(v, cache_dtype),
+        jnp.asarray(table),
+        jnp.asarray(length),
+        None if visible is None else jnp.asarray(visible),
+        jnp.asarray(positions),
         jnp.asarray(inflight_positions),
-    )  # fmt: skip
+    )
     options = {"scale": case.Dk**-0.5, "window": case.window, "sink": case.sink, "softcap": case.softcap}
     return arguments, options
 

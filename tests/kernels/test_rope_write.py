@@ -30,10 +30,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "dtype", "pool_dtype", "by_head"), [
-    pytest.param(*case, by_head, marks=[pytest.mark.slow] if by_head != by_default else [])
-    for case, by_default in zip(CASES, (False, True, True, False), strict=True) for by_head in (False, True)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "dtype", "pool_dtype", "by_head"),
+    [
+        pytest.param(*case, by_head, marks=[pytest.mark.slow] if by_head != by_default else [])
+        for case, by_default in zip(CASES, (False, True, True, False), strict=True)
+        for by_head in (False, True)
+    ],
+)
 def test_the_kernel_does_what_the_reference_does(shape, dtype, pool_dtype, by_head):
     parts = 2 if by_head else 1
     heads, cos, sin, k_pages, v_pages, page, slot = arguments(*shape, dtype, pool_dtype)
@@ -42,13 +46,9 @@ def test_the_kernel_does_what_the_reference_does(shape, dtype, pool_dtype, by_he
     assert serves(heads, cos, k_pages, v_pages)
     other = jax.random.normal(jax.random.key(9), heads.shape)
     in_parts = jnp.stack([heads - other, other]) if parts == 2 else heads[None]  # in float32
-    q, k, v = rope_write(
-        in_parts, cos, sin, k_pages, v_pages, page, slot, dtype=dtype, by_head=by_head, interpret=True
-    )  # fmt: skip
+    q, k, v = rope_write(in_parts, cos, sin, k_pages, v_pages, page, slot, dtype=dtype, by_head=by_head, interpret=True)
 
-    wanted = reference.rope_write(
-        heads.reshape(1, B, T, -1), cos, sin, k_pages, v_pages, page, slot, dtype=dtype
-    )  # fmt: skip
+    wanted = reference.rope_write(heads.reshape(1, B, T, -1), cos, sin, k_pages, v_pages, page, slot, dtype=dtype)
     tolerance = 1e-2 if dtype == jnp.bfloat16 or pool_dtype == jnp.bfloat16 else 1e-6
     for ours, theirs in zip((q, k, v), wanted, strict=True):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape

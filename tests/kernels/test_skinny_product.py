@@ -88,8 +88,9 @@ def test_gates_and_values_in_one(rows, inputs, outputs, tiling, capfd):
     assert found.shape == (1, rows, outputs // 2)
     np.testing.assert_allclose(np.asarray(found[0], np.float32), wanted, rtol=2e-2, atol=2e-2)
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
-    few = KERNEL.partial_products(x[:3], w, dataclasses.replace(tiling, cluster=1), dtype=x.dtype, gated=True,
-                                  interpret=interpreted())  # fmt: skip
+    few = KERNEL.partial_products(
+        x[:3], w, dataclasses.replace(tiling, cluster=1), dtype=x.dtype, gated=True, interpret=interpreted()
+    )
     np.testing.assert_array_equal(few[0], found[0, :3])
 
 
@@ -227,10 +228,16 @@ def test_a_table_follows_from_measurements():
 
     slow, fast, wrong = [64, 64, 2, 1, 1], [128, 64, 2, 1, 1, 128, 1], [256, 64, 2, 1, 1]
     rows = {
-        "a": row(10.0), "b": row(9.0, slow), "c": row(6.5, fast), "d": row(5.0, wrong, error=0.1), "e": {"error": "hung"},
-        "f": row(10.0, rows=128), "g": row(9.8, fast, rows=128),  # too little
-        "h": row(10.0, rows=8), "i": row(7.5, fast, rows=8),  # few rows: the kernel begins later
-    }  # fmt: skip
+        "a": row(10.0),
+        "b": row(9.0, slow),
+        "c": row(6.5, fast),
+        "d": row(5.0, wrong, error=0.1),
+        "e": {"error": "hung"},
+        "f": row(10.0, rows=128),
+        "g": row(9.8, fast, rows=128),  # too little
+        "h": row(10.0, rows=8),
+        "i": row(7.5, fast, rows=8),  # few rows: the kernel begins later
+    }
     found = {}
     exec(benchmark().table_text(rows), found)  # the text is a module
     assert found["MEASURED"] == {(9.0, 64, 128, 256): tuple(fast)}

@@ -57,10 +57,19 @@ def test_routing_chooses_within_the_best_groups(moe):
 
 def tiny(query_rank: int | None) -> ModelConfig:
     return ModelConfig(
-        family="deepseek_v2", vocab_size=20, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=10,
-        ffn_size=24, max_positions=64, rope=RopeConfig(interleaved=True), mla=MLAConfig(12, 6, 4, 5, query_rank),
+        family="deepseek_v2",
+        vocab_size=20,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=10,
+        ffn_size=24,
+        max_positions=64,
+        rope=RopeConfig(interleaved=True),
+        mla=MLAConfig(12, 6, 4, 5, query_rank),
         moe=dataclasses.replace(V2, dense_layers=(0,), shared_ffn_size=16),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("query_rank", [None, 7])
@@ -77,19 +86,42 @@ def test_paged_chunks_equal_one_dense_pass(query_rank):
     table = jnp.asarray([[5, 2, 8, 1], [3, 7, 4, 6]], jnp.int32)
     for start, stop in ((0, 6), (6, 11)):
         out = jax.jit(paged_forward, static_argnums=1)(
-            params, config, x[:, start:stop], layers, table, jnp.full(2, start), positions[:, start:stop],
+            params,
+            config,
+            x[:, start:stop],
+            layers,
+            table,
+            jnp.full(2, start),
+            positions[:, start:stop],
             jnp.ones((2, stop - start), bool),
-        )  # fmt: skip
+        )
         layers = out.layers
         np.testing.assert_allclose(out.hidden, dense[:, start:stop], atol=2e-5)
 
 
 HF_COMMON = dict(
-    vocab_size=32, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=2, n_shared_experts=2, n_routed_experts=6, num_experts_per_tok=2, kv_lora_rank=12, qk_rope_head_dim=4,
-    v_head_dim=6, qk_nope_head_dim=6, first_k_dense_replace=1, routed_scaling_factor=1.5, max_position_embeddings=64,
-    rms_norm_eps=1e-5, bos_token_id=0, eos_token_id=1, head_dim=4,
-)  # fmt: skip
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    moe_intermediate_size=8,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    n_shared_experts=2,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    kv_lora_rank=12,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    qk_nope_head_dim=6,
+    first_k_dense_replace=1,
+    routed_scaling_factor=1.5,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    bos_token_id=0,
+    eos_token_id=1,
+    head_dim=4,
+)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,16 @@ from pallas_kernels.product import api as product
 from pallas_kernels.tilings import product_parts
 
 CONFIG = ModelConfig(
-    family="llama", vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=48,
+    family="llama",
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    ffn_size=48,
     max_positions=64,
-)  # fmt: skip
+)
 
 DECODE = decoder.decode
 
@@ -148,9 +155,15 @@ def test_what_a_library_cannot_attend_to_reads_the_pages(monkeypatch, options, o
     (layer,) = init_layers(1, 3, 4, 2, 32, width, jnp.float32)
     at = jnp.arange(4)[None]
     paged_attend = attend.PagedAttend(
-        jnp.array([[1, 2]]), jnp.zeros(1, jnp.int32), find_slots(jnp.array([[1, 2]]), 4, at, at >= 0), None, at, at,
-        options.get("sink", 0), options.get("fresh", "xla"),
-    )  # fmt: skip
+        jnp.array([[1, 2]]),
+        jnp.zeros(1, jnp.int32),
+        find_slots(jnp.array([[1, 2]]), 4, at, at >= 0),
+        None,
+        at,
+        at,
+        options.get("sink", 0),
+        options.get("fresh", "xla"),
+    )
     q, k, v = jnp.ones((1, 4, 4, 32)), jnp.ones((1, 4, 2, 32)), jnp.ones((1, 4, 2, width))
     out, _ = paged_attend(layer, q, k, v, scale=1.0, window=None, softcap=options.get("softcap"))
     assert out.shape == (1, 4, 4, width) and read == [True] * (not over_rows)
@@ -172,9 +185,15 @@ def test_a_layer_is_traced_once_for_all_of_its_kind(monkeypatch, windows, traces
     monkeypatch.setattr(decoder, "decoder_layer", lambda *args: calls.append(args[3]) or original(*args))
     at, pools = jnp.broadcast_to(jnp.arange(7), (2, 7)), init_layers(2, 5, 4, 2, 32, 32, jnp.float32)
     forward = functools.partial(
-        paged.paged_forward, config=config, x=decoder.embed(params, config, prompts), layers=pools,
-        page_table=jnp.arange(1, 5).reshape(2, 2), base=jnp.zeros(2, jnp.int32), positions=at, valid=at >= 0,
-    )  # fmt: skip
+        paged.paged_forward,
+        config=config,
+        x=decoder.embed(params, config, prompts),
+        layers=pools,
+        page_table=jnp.arange(1, 5).reshape(2, 2),
+        base=jnp.zeros(2, jnp.int32),
+        positions=at,
+        valid=at >= 0,
+    )
     shared = jax.jit(lambda params: forward(params))(params)
     assert len(calls) == traces
     monkeypatch.setattr(decoder, "decode", lambda *args, traced_once: DECODE(*args))

@@ -16,9 +16,15 @@ FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 CASES = sorted(path.parent.name for path in FIXTURES.glob("*/case.json"))
 # Long, and of a kind of which a shorter case stays; CI runs check_fixtures.py over all of them.
 LONG = {
-    "draft_eagle2_llama", "draft_eagle31_sglang", "draft_eagle3_sglang", "draft_peagle", "draft_uno_qwen3", "mtp_deepseek_v3",
-    "tree_eagle2", "verify_distributions",
-}  # fmt: skip
+    "draft_eagle2_llama",
+    "draft_eagle31_sglang",
+    "draft_eagle3_sglang",
+    "draft_peagle",
+    "draft_uno_qwen3",
+    "mtp_deepseek_v3",
+    "tree_eagle2",
+    "verify_distributions",
+}
 
 
 def copy_case(name: str, folder: Path) -> Path:

@@ -55,11 +55,19 @@ def test_bombs(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "source", ["{{ 1 / 0 }}", "{{ messages.x.y }}", "{{ none + 1 }}", "{{ messages[0] | int('x') + [] }}",
-               "{{ [] | first + 1 }}",
-               "{{ raise_exception('no') }}", "{{ ''.__class__.__mro__ }}", "{{ x() }}",
-               "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"]
-)  # fmt: skip
+    "source",
+    [
+        "{{ 1 / 0 }}",
+        "{{ messages.x.y }}",
+        "{{ none + 1 }}",
+        "{{ messages[0] | int('x') + [] }}",
+        "{{ [] | first + 1 }}",
+        "{{ raise_exception('no') }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ x() }}",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    ],
+)
 def test_failures_are_named(source):
     with pytest.raises(ConversionError, match="the chat template"):
         ChatTemplate(source).render({"messages": MESSAGES})
@@ -70,19 +78,29 @@ def test_failures_are_named(source):
     [
         ("{% for m in messages %}<{{ m.role }}>{{ m['content'] | trim ~ '!' ~ 3 }}\n{% endfor %}", "<user>a b!3\n"),
         ("{% for m in messages %}{{ loop.index0 + 1 }}{{ loop.last }}{% else %}none{% endfor %}", "1True"),
-        ("{% set ns = namespace(a='') %}{% for c in 'abc' %}{% if c == 'b' %}{% continue %}{% endif %}"
-         "{% set ns.a = ns.a + c %}{% endfor %}{{ ns.a }}", "ac"),
+        (
+            "{% set ns = namespace(a='') %}{% for c in 'abc' %}{% if c == 'b' %}{% continue %}{% endif %}"
+            "{% set ns.a = ns.a + c %}{% endfor %}{{ ns.a }}",
+            "ac",
+        ),
         ("{{ messages | tojson(indent=1) }}", '[\n {\n  "role": "user",\n  "content": "a b"\n }\n]'),
         ("{{ 'a,b'.split(',') | join('-') }}{{ '%s and %d' % ('x', 3) }}{{ 'x' * 3 }}", "a-bx and 3xxx"),
-        ("{{ messages | map(attribute='role') | list }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
-         "['user']1"),
+        (
+            "{{ messages | map(attribute='role') | list }}"
+            "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
+            "['user']1",
+        ),
         ("{% generation %}y{% endgeneration %}{{ none if x is undefined else 2 }}", "yNone"),
         ("{% macro m(a, b='z') %}[{{ a ~ b }}]{% endmacro %}{{ m('q') }}{{ messages[0].items() | list | length }}", "[qz]2"),
-        ("{{ 'A' | lower }}{{ 'a b' | replace(' ', '_') }}{{ [3, 1] | sort | first }}{{ {'k': 1} | dictsort }}",
-         "aa_b1[('k', 1)]"),
-        ("{{ strftime_now('%Y') | length }}{{ '12' | int + 1 }}{{ messages[-1:] | length }}{{ 7 // 2 }}{{ -3 | abs }}",
-         "413133"),
+        (
+            "{{ 'A' | lower }}{{ 'a b' | replace(' ', '_') }}{{ [3, 1] | sort | first }}{{ {'k': 1} | dictsort }}",
+            "aa_b1[('k', 1)]",
+        ),
+        (
+            "{{ strftime_now('%Y') | length }}{{ '12' | int + 1 }}{{ messages[-1:] | length }}{{ 7 // 2 }}{{ -3 | abs }}",
+            "413133",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_templates_do(source, text):
     assert ChatTemplate(source).render({"messages": MESSAGES}) == text

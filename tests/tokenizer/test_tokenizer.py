@@ -17,11 +17,27 @@ from tests import tiny
 from tests.conversion.gguf_files import write_gguf
 
 TEXTS = [
-    "Hello world", "  leading and trailing  ", "tabs\tand\n\nnewlines   \n x", "1234567890 3.14 1,000 2026-01-31",
-    "def f(x):\n    return x**2  # comment\n\n\n", "émigré naïve 日本語 한국어 Ω ﬁ", "🙂👍🏽 🇩🇪🏳️‍🌈", "I'm you're they'LL DON'T",
-    "<|im_start|>user\nhi<|im_end|>\n", "a\u00a0b\u200bc\u3000d", "\r\n\r\n", "مرحبا بالعالم", "foo_bar-baz/qux@example.com",
-    "   ", "", "\x00\x01 odd", "A" * 50, "{\"k\": [1, 2.5e-3, null]}", "e\u0301 vs é", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢",
-]  # fmt: skip
+    "Hello world",
+    "  leading and trailing  ",
+    "tabs\tand\n\nnewlines   \n x",
+    "1234567890 3.14 1,000 2026-01-31",
+    "def f(x):\n    return x**2  # comment\n\n\n",
+    "émigré naïve 日本語 한국어 Ω ﬁ",
+    "🙂👍🏽 🇩🇪🏳️‍🌈",
+    "I'm you're they'LL DON'T",
+    "<|im_start|>user\nhi<|im_end|>\n",
+    "a\u00a0b\u200bc\u3000d",
+    "\r\n\r\n",
+    "مرحبا بالعالم",
+    "foo_bar-baz/qux@example.com",
+    "   ",
+    "",
+    "\x00\x01 odd",
+    "A" * 50,
+    '{"k": [1, 2.5e-3, null]}',
+    "e\u0301 vs é",
+    "𝔘𝔫𝔦𝔠𝔬𝔡𝔢",
+]
 
 
 def byte_alphabet():
@@ -35,10 +51,14 @@ def byte_level_meta(merges=(), pre="gpt-2", **more):
     specials = ["<|end|>", "<|user|>"]
     tokens = specials + byte_alphabet() + [m.replace(" ", "") for m in merges]
     return {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3] * len(specials) + [1] * (len(tokens) - len(specials)),
-        "tokenizer.ggml.merges": list(merges), "tokenizer.ggml.eos_token_id": 0, **more,
-    }  # fmt: skip
+        "tokenizer.ggml.merges": list(merges),
+        "tokenizer.ggml.eos_token_id": 0,
+        **more,
+    }
 
 
 def tokens_of(tokenizer, text):
@@ -147,10 +167,15 @@ SCORES = [float(s) for s in (-20, -21, -22, -23, -1, -3, -2, -6, -5, -4, -8, -9,
 def sentencepiece_meta(**more):
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *PIECES]
     return {
-        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": [0.0] * 259 + SCORES,
-        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(PIECES), "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0, **more,
-    }  # fmt: skip
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 259 + SCORES,
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(PIECES),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        **more,
+    }
 
 
 def sentencepiece_reference(text: str) -> list[str]:

@@ -14,9 +14,13 @@ from tests.drafters.eagle_cases import random_head
 
 ROOT = Path(__file__).parents[2]
 TRAINING = {
-    "steps": 30, "tokens": 737280, "learning_rate": 0.001, "device": "some device", "seconds": 61.5,
+    "steps": 30,
+    "tokens": 737280,
+    "learning_rate": 0.001,
+    "device": "some device",
+    "seconds": 61.5,
     "data": {"target": "smollm2-135m", "temperatures": [0.0, 0.7], "rows_dropped_for_overlap": 3, "seed": 4},
-}  # fmt: skip
+}
 
 
 def script():
@@ -42,11 +46,25 @@ def folder(tmp_path):
 
 def result(head_id, accept_length):
     return {
-        "model": "smollm2-135m", "row": "eagle3 3/1/4", "head": "eagle3", "head_id": head_id, "set": "mt_bench",
-        "temperature": 0.0, "platform": "cpu", "device": "a CPU", "dtype": "float32", "new_tokens": 256, "asked_prompts": 80,
-        "asked_timed": 8, "prompts": 80, "timed_prompts": 8, "accept_length": accept_length, "tokens_per_pass": accept_length,
-        "speedup": 1.5, "command": "python benchmarks/accept_lengths.py --data D",
-    }  # fmt: skip
+        "model": "smollm2-135m",
+        "row": "eagle3 3/1/4",
+        "head": "eagle3",
+        "head_id": head_id,
+        "set": "mt_bench",
+        "temperature": 0.0,
+        "platform": "cpu",
+        "device": "a CPU",
+        "dtype": "float32",
+        "new_tokens": 256,
+        "asked_prompts": 80,
+        "asked_timed": 8,
+        "prompts": 80,
+        "timed_prompts": 8,
+        "accept_length": accept_length,
+        "tokens_per_pass": accept_length,
+        "speedup": 1.5,
+        "command": "python benchmarks/accept_lengths.py --data D",
+    }
 
 
 def test_the_card_says_what_the_files_say(folder, tmp_path):
@@ -61,12 +79,21 @@ def test_the_card_says_what_the_files_say(folder, tmp_path):
     text = (folder / "README.md").read_text()
     count = sum(x.size for x in jax.tree.leaves(random_head("deepspec").tree))
     for expected in (
-        "# smollm2-135m-eagle3", "A draft for smollm2-135m: algorithm `eagle3`", f"{count:,} parameters, stored as int8",
-        "- steps: 30\n", "- tokens: 737,280\n", "- learning rate: 0.001\n", "- temperatures: 0, 0.7\n",
-        "- rows dropped for overlap: 3\n", "python -m jaxspec.train eagle3\n", "| 0 | – | 1.00 | 0 |",
+        "# smollm2-135m-eagle3",
+        "A draft for smollm2-135m: algorithm `eagle3`",
+        f"{count:,} parameters, stored as int8",
+        "- steps: 30\n",
+        "- tokens: 737,280\n",
+        "- learning rate: 0.001\n",
+        "- temperatures: 0, 0.7\n",
+        "- rows dropped for overlap: 3\n",
+        "python -m jaxspec.train eagle3\n",
+        "| 0 | – | 1.00 | 0 |",
         "| 30,000 | 1.4000 | 2.00 | 30 |",
-        "| `eagle3 3/1/4` | 2.35, 1.50× |", "python benchmarks/accept_lengths.py --data D", f"`{digest}`",
-    ):  # fmt: skip
+        "| `eagle3 3/1/4` | 2.35, 1.50× |",
+        "python benchmarks/accept_lengths.py --data D",
+        f"`{digest}`",
+    ):
         assert expected in text, text
     assert run([*arguments[:-2], "--check"]) == 0, "the command of the card that is there stays"
     assert "9.87" not in text and text.count("\n| ") <= card.CURVE_POINTS + 6

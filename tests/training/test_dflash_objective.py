@@ -16,16 +16,7 @@ from jaxspec.training.blocks import block_attend, sample_anchors
 from pallas_kernels.attention.cudnn import TRIAL_SCALE, agrees, apart, fused_blocks
 from pallas_kernels.attention.rows_reference import blocks
 from tests import tiny
-from tests.training.block_cases import (
-    block_outputs,
-    double,
-    greedy_text,
-    greedy_view,
-    random_view,
-    shaken,
-    softmax,
-    train,
-)
+from tests.training.block_cases import block_outputs, double, greedy_text, greedy_view, random_view, shaken, softmax, train
 
 KEY = jax.random.key(7)
 DFLASH = {
@@ -104,10 +95,13 @@ def restated(objective, params, view, key):
     return total / weight, accepted / max(counted, 1)
 
 
-@pytest.mark.parametrize("module, options", [
-    *(pytest.param(dflash, o, id=f"dflash: {n}") for n, o in DFLASH.items()),
-    *(pytest.param(dspark, o, id=f"dspark: {n}") for n, o in DSPARK.items()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "module, options",
+    [
+        *(pytest.param(dflash, o, id=f"dflash: {n}") for n, o in DFLASH.items()),
+        *(pytest.param(dspark, o, id=f"dspark: {n}") for n, o in DSPARK.items()),
+    ],
+)
 def test_loss_equals_numpy(module, options):
     model = target()
     objective = module.build(model.config, **{"block": 4, "anchors": 6, "taps": 1} | options)
@@ -119,10 +113,15 @@ def test_loss_equals_numpy(module, options):
     np.testing.assert_allclose(metrics["accept"], accept, atol=1e-6)
 
 
-@pytest.mark.parametrize("module, tied", [
-    (dflash, True), pytest.param(dflash, False, marks=pytest.mark.slow),
-    (dspark, False), pytest.param(dspark, True, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "module, tied",
+    [
+        (dflash, True),
+        pytest.param(dflash, False, marks=pytest.mark.slow),
+        (dspark, False),
+        pytest.param(dspark, True, marks=pytest.mark.slow),
+    ],
+)
 def test_candidates_stand_for_all_tokens(module, tied):
     """With sampled candidates the loss is that of all tokens on average, and no label is lost."""
     model = target(tie_embeddings=tied)
@@ -196,9 +195,10 @@ def test_heads_beyond_the_targets_begin_with_its_heads(heads, kv_heads):
 def test_shapes_of_a_draft_are_checked():
     config = target().config
     for options, complaint in (
-        ({"heads": 3, "kv_heads": 2}, "multiple of kv_heads=2"), ({"taps": (0, 9)}, r"0 … 3"),
+        ({"heads": 3, "kv_heads": 2}, "multiple of kv_heads=2"),
+        ({"taps": (0, 9)}, r"0 … 3"),
         ({"candidates": -1}, "candidates=-1"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError, match=complaint):
             dflash.build(config, **options)
     assert block_draft.tap_choice("2") == 2 and block_draft.tap_choice("2,15,29") == (2, 15, 29)
@@ -325,20 +325,23 @@ def test_training_makes_drafts_that_the_target_accepts(name):
             np.testing.assert_allclose(accept, simulated, atol=0.8)
 
 
-@pytest.mark.parametrize("module, options, said", [
-    (dflash, dict(block=1), "block_size=1 leaves no draft"),
-    (dflash, dict(layers=0), "layers=0 must be at least 1"),
-    (dflash, dict(taps=0), "taps=0 must be at least 1"),
-    (dflash, dict(mask_token=999), "mask_token_id=999 must lie"),
-    (dflash, dict(soft=2.0), "soft=2.0"),
-    (dflash, dict(gamma=0.0), "gamma=0.0"),
-    (dflash, dict(anchors=0), "anchors=0"),
-    (dflash, dict(off_path=-1.0), "off_path=-1.0"),
-    (dspark, dict(markov="rnn"), "markov='rnn' cannot be trained"),
-    (dspark, dict(markov_rank=0, confidence=False), "markov_rank=0"),
-    (dspark, dict(ce=0.0, tv=0.0), "ce=0.0, tv=0.0"),
-    (dspark, dict(label_temperature=0.0), "label_temperature=0.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "module, options, said",
+    [
+        (dflash, dict(block=1), "block_size=1 leaves no draft"),
+        (dflash, dict(layers=0), "layers=0 must be at least 1"),
+        (dflash, dict(taps=0), "taps=0 must be at least 1"),
+        (dflash, dict(mask_token=999), "mask_token_id=999 must lie"),
+        (dflash, dict(soft=2.0), "soft=2.0"),
+        (dflash, dict(gamma=0.0), "gamma=0.0"),
+        (dflash, dict(anchors=0), "anchors=0"),
+        (dflash, dict(off_path=-1.0), "off_path=-1.0"),
+        (dspark, dict(markov="rnn"), "markov='rnn' cannot be trained"),
+        (dspark, dict(markov_rank=0, confidence=False), "markov_rank=0"),
+        (dspark, dict(ce=0.0, tv=0.0), "ce=0.0, tv=0.0"),
+        (dspark, dict(label_temperature=0.0), "label_temperature=0.0"),
+    ],
+)
 def test_impossible_options(module, options, said):
     with pytest.raises(ConfigError, match=said):
         module.build(target().config, **options)

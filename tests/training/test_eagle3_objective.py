@@ -149,9 +149,14 @@ def test_a_full_vocabulary_needs_no_translation():
 
 
 @pytest.mark.parametrize(
-    "options, words", [({"taps": (0, 3)}, "taps"), ({"draft_vocab": 1}, "draft_vocab"), ({"steps_ahead": 0}, "steps_ahead"),
-                       ({"taps": None}, "2 layers")]
-)  # fmt: skip
+    "options, words",
+    [
+        ({"taps": (0, 3)}, "taps"),
+        ({"draft_vocab": 1}, "draft_vocab"),
+        ({"steps_ahead": 0}, "steps_ahead"),
+        ({"taps": None}, "2 layers"),
+    ],
+)
 def test_options_out_of_range_are_named(options, words):
     with pytest.raises(ConfigError, match=words):
         made(tiny.target(), **options)

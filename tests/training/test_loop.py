@@ -34,9 +34,9 @@ def objective(**options):
 
 
 def options(**changes):
-    return TrainOptions(**{
-        "steps": 12, "batch": 4, "learning_rate": 3e-3, "held_out": 8, "evaluate_steps": 5, "checkpoint_steps": 4, **changes,
-    })  # fmt: skip
+    return TrainOptions(
+        **{"steps": 12, "batch": 4, "learning_rate": 3e-3, "held_out": 8, "evaluate_steps": 5, "checkpoint_steps": 4, **changes}
+    )
 
 
 @functools.cache
@@ -234,10 +234,35 @@ def test_the_command_trains_a_fixture(tmp_path, capsys):
     """Synthesis from random ids (the fixture has no tokenizer), falling loss, a head that exports and comes back the same."""
     out, rows = tmp_path / "head", tmp_path / "rows.npz"
     arguments = [
-        "eagle3", "--target", TARGET, "--steps", "30", "--out", str(out), "--data", str(rows), "--tokens", "2000",
-        "--length", "32", "--rows", "64", "--batch", "8", "--held-out", "8", "--draft-vocab", "64", "--steps-ahead", "3",
-        "--store-dtype", "float32", "--lr", "3e-3", "--quiet",
-    ]  # fmt: skip
+        "eagle3",
+        "--target",
+        TARGET,
+        "--steps",
+        "30",
+        "--out",
+        str(out),
+        "--data",
+        str(rows),
+        "--tokens",
+        "2000",
+        "--length",
+        "32",
+        "--rows",
+        "64",
+        "--batch",
+        "8",
+        "--held-out",
+        "8",
+        "--draft-vocab",
+        "64",
+        "--steps-ahead",
+        "3",
+        "--store-dtype",
+        "float32",
+        "--lr",
+        "3e-3",
+        "--quiet",
+    ]
     assert command.main(arguments) == 0
     curve = [json.loads(line) for line in (out / "training.jsonl").read_text().splitlines()]
     assert curve[-1]["step"] == 30 and curve[-1]["held_out_loss"] < 0.95 * curve[0]["held_out_loss"]
@@ -291,9 +316,27 @@ def test_reading_more_of_the_target_than_a_head_needs_changes_nothing():
 @pytest.mark.parametrize("head", heads.modules())
 def test_every_head_trains_through_the_command(tmp_path, head):
     arguments = [
-        head, "--target", TARGET, "--steps", "4", "--out", str(tmp_path / head), "--tokens", "2000", "--length", "48",
-        "--rows", "48", "--batch", "4", "--held-out", "4", "--quantize", "int8", "--quiet",
-    ]  # fmt: skip
+        head,
+        "--target",
+        TARGET,
+        "--steps",
+        "4",
+        "--out",
+        str(tmp_path / head),
+        "--tokens",
+        "2000",
+        "--length",
+        "48",
+        "--rows",
+        "48",
+        "--batch",
+        "4",
+        "--held-out",
+        "4",
+        "--quantize",
+        "int8",
+        "--quiet",
+    ]
     assert command.main(arguments) == 0
     draft = jaxspec.load_draft(tmp_path / head, jaxspec.load(TARGET))
     curve = [json.loads(line) for line in (tmp_path / head / "training.jsonl").read_text().splitlines()]

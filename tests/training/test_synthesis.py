@@ -54,10 +54,16 @@ def tokenizer(template):
     model = {"type": "WordLevel", "vocab": VOCABULARY, "unk_token": "[unk]"}
     split = {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False}
     definition = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
         "pre_tokenizer": split,
-        "post_processor": None, "decoder": {"type": "Fuse"}, "model": model,
-    }  # fmt: skip
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": model,
+    }
     return Tokenizer(json.dumps(definition), template)
 
 
@@ -70,10 +76,18 @@ def target(template=CHATML, **changes):
 
 
 def small(**changes):
-    return SynthesisOptions(**{
-        "tokens": 500, "length": 64, "rows": 8, "longest_user": 9, "longest_answer": 15, "segment": 24, "opener_share": 0.0,
-        **changes,
-    })  # fmt: skip
+    return SynthesisOptions(
+        **{
+            "tokens": 500,
+            "length": 64,
+            "rows": 8,
+            "longest_user": 9,
+            "longest_answer": 15,
+            "segment": 24,
+            "opener_share": 0.0,
+            **changes,
+        }
+    )
 
 
 def text(ids, template=CHATML):
@@ -83,12 +97,16 @@ def text(ids, template=CHATML):
 @pytest.mark.parametrize(
     "template, prefix, middle, close",
     [
-        (CHATML, "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n",
-         "<|im_end|>\n<|im_start|>user\n"),
+        (
+            CHATML,
+            "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\n",
+            "<|im_end|>\n<|im_start|>assistant\n",
+            "<|im_end|>\n<|im_start|>user\n",
+        ),
         (INST, "<s>[INST]", "[/INST]", "</s>[INST]"),
         (TURNS, "<s><turn>user\n", "<turn|>\n<turn>model\n", "<turn|>\n<turn>user\n"),
     ],
-)  # fmt: skip
+)
 def test_templates_are_taken_apart(template, prefix, middle, close):
     config = target(template).config
     script = script_of(tokenizer(template), config)

@@ -46,10 +46,14 @@ def split_target(c, layer):
     qkv = layer["attention"]["qkv"]["kernel"].reshape(-1, K, G + 2, D)
     gate, up = np.split(layer["mlp"]["gate_up"]["kernel"], 2, -1)
     return {
-        "q_proj": qkv[:, :, :G].reshape(-1, K * G * D), "k_proj": qkv[:, :, G].reshape(-1, K * D),
-        "v_proj": qkv[:, :, G + 1].reshape(-1, K * D), "o_proj": layer["attention"]["out"]["kernel"], "gate_proj": gate,
-        "up_proj": up, "down_proj": layer["mlp"]["down"]["kernel"],
-    }  # fmt: skip
+        "q_proj": qkv[:, :, :G].reshape(-1, K * G * D),
+        "k_proj": qkv[:, :, G].reshape(-1, K * D),
+        "v_proj": qkv[:, :, G + 1].reshape(-1, K * D),
+        "o_proj": layer["attention"]["out"]["kernel"],
+        "gate_proj": gate,
+        "up_proj": up,
+        "down_proj": layer["mlp"]["down"]["kernel"],
+    }
 
 
 def one_pass(c, tree, loras, tokens, noisy: int):
@@ -160,10 +164,13 @@ def test_a_fresh_adapter_changes_nothing():
     assert all(not np.any(b) for path, b in jax.tree_util.tree_leaves_with_path(start(model, objective)) if path[-1].key == "b")
 
 
-@pytest.mark.parametrize("changes", [
-    dict(qk_norm=True, windows=(4, None)),
-    dict(norm_plus_one=True, sandwich_norms=True, windows=(5, 5), attention_softcap=5.0, embedding_scale=3.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(qk_norm=True, windows=(4, None)),
+        dict(norm_plus_one=True, sandwich_norms=True, windows=(5, 5), attention_softcap=5.0, embedding_scale=3.0),
+    ],
+)
 def test_layers_one_by_one_and_in_a_loop(changes):
     """The clean keys and values are those of the decoder, in targets whose layers differ as in those whose layers are alike."""
     model = tiny.target(**changes)
@@ -199,13 +206,16 @@ def test_training_makes_drafts_that_the_target_accepts():
         np.testing.assert_allclose(np.mean([a.stats.accept_length for a in answers]), simulated, atol=0.7)
 
 
-@pytest.mark.parametrize("options, said", [
-    (dict(block=1), "block=1 must be at least 2"),
-    (dict(anchors=0), "anchors=0"),
-    (dict(rank=0), "rank r=0"),
-    (dict(noise_below=1), "noise_below=1 must lie in 2"),
-    (dict(ce=-1.0), "ce=-1.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (dict(block=1), "block=1 must be at least 2"),
+        (dict(anchors=0), "anchors=0"),
+        (dict(rank=0), "rank r=0"),
+        (dict(noise_below=1), "noise_below=1 must lie in 2"),
+        (dict(ce=-1.0), "ce=-1.0"),
+    ],
+)
 def test_impossible_options(options, said):
     with pytest.raises(ConfigError, match=said):
         uno.build(tiny.config(), **options)

@@ -61,8 +61,9 @@ def target_keys(config: DFlashConfig) -> dict[str, Any]:
     if config.num_target_layers is None:
         warnings.warn(
             "config.json will lack num_target_layers, without which SGLang refuses the draft: this draft was converted before "
-            "jaxspec kept it; convert its own files again, with the target", stacklevel=2
-        )  # fmt: skip
+            "jaxspec kept it; convert its own files again, with the target",
+            stacklevel=2,
+        )
         return {}
     return {"num_target_layers": config.num_target_layers}
 
@@ -112,20 +113,24 @@ def export_dflash(config: DFlashConfig, shape_keys: dict[str, Any]) -> tuple[lis
     named = {"architectures": [architecture]}
     if config.layout == "speculators":
         kind = config.algorithm.lower()
-        keys = named | own | {
-            "transformer_layer_config": shape,
-            "speculators_model_type": kind,
-            "speculators_version": "0.9.0",
-            "speculators_config": {
-                "algorithm": kind,
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_drafts}],
-                "verifier": {"name_or_path": None, "architectures": []},
-            },
-            "aux_hidden_state_layer_ids": list(config.taps),
-            "draft_vocab_size": config.draft_vocab_size,
-            "target_hidden_size": config.target_hidden_size,
-        }  # fmt: skip
+        keys = (
+            named
+            | own
+            | {
+                "transformer_layer_config": shape,
+                "speculators_model_type": kind,
+                "speculators_version": "0.9.0",
+                "speculators_config": {
+                    "algorithm": kind,
+                    "default_proposal_method": "greedy",
+                    "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_drafts}],
+                    "verifier": {"name_or_path": None, "architectures": []},
+                },
+                "aux_hidden_state_layer_ids": list(config.taps),
+                "draft_vocab_size": config.draft_vocab_size,
+                "target_hidden_size": config.target_hidden_size,
+            }
+        )
     elif config.layout == "zlab":
         nested = {k: v for k, v in own.items() if k not in ("block_size", "is_causal")}
         top = {k: v for k, v in own.items() if k in ("block_size", "is_causal")}

@@ -148,17 +148,21 @@ def columns_of(config: UnoConfig, product: tuple[str, str]) -> Columns:
     if "qkv_proj" in changed:
         cuts = (H * D, (H + K) * D)
         return (
-            changed, ((H + 2 * K) * D,), lambda parts: hf.join_heads(np.split(parts[0], cuts, axis=-1), c),
+            changed,
+            ((H + 2 * K) * D,),
+            lambda parts: hf.join_heads(np.split(parts[0], cuts, axis=-1), c),
             lambda p: [np.concatenate(hf.split_heads(p, c), axis=-1)],
-        )  # fmt: skip
+        )
     if product == ("attention", "qkv"):
         widths = (H * D, K * D, K * D)
         return ("q_proj", "k_proj", "v_proj"), widths, lambda parts: hf.join_heads(parts, c), lambda p: hf.split_heads(p, c)
     if product == ("mlp", "gate_up") and "gate_up_proj" not in changed:
         return (
-            ("gate_proj", "up_proj"), (F, F), lambda parts: np.concatenate(parts, axis=-1),
+            ("gate_proj", "up_proj"),
+            (F, F),
+            lambda parts: np.concatenate(parts, axis=-1),
             lambda p: np.split(p, 2, axis=-1),
-        )  # fmt: skip
+        )
     return changed, (2 * F if product == ("mlp", "gate_up") else E,), lambda parts: parts[0], lambda p: [p]
 
 

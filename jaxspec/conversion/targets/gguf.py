@@ -82,9 +82,21 @@ def llama3_rope(divisors: np.ndarray, plain: RopeConfig, head_dim: int, file: Pa
 
 
 END_TOKENS = {
-    "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>",
-    "<|end_of_turn|>", "<|endofturn|>", "<EOT>", "_<EOT>", "<|return|>", "<|call|>", "<｜end▁of▁sentence｜>",
-}  # fmt: skip
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|end_of_turn|>",
+    "<|endofturn|>",
+    "<EOT>",
+    "_<EOT>",
+    "<|return|>",
+    "<|call|>",
+    "<｜end▁of▁sentence｜>",
+}
 """Control tokens that end a text, a turn or a message under whatever key a file has them, or under none."""
 
 

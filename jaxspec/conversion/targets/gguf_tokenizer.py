@@ -45,12 +45,17 @@ def added_tokens(meta: Mapping[str, Any]) -> list[dict]:
     special = {CONTROL} | ({UNKNOWN} if meta["tokenizer.ggml.model"] == "llama" else set())
     return [
         {
-            "id": i, "content": tokens[i], "special": kind in special,
-            "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+            "id": i,
+            "content": tokens[i],
+            "special": kind in special,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
         }
         for i, kind in enumerate(kinds)
         if kind in special | {USER_DEFINED}
-    ]  # fmt: skip
+    ]
 
 
 def byte_level(meta: Mapping[str, Any]) -> dict:
@@ -71,12 +76,18 @@ def byte_level(meta: Mapping[str, Any]) -> dict:
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": pattern == LLAMA3_SPLIT,
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": pattern == LLAMA3_SPLIT,
             "vocab": {token: i for i, token in enumerate(tokens)},
             "merges": [merge.split(" ", 1) for merge in meta["tokenizer.ggml.merges"]],
         },
-    }  # fmt: skip
+    }
 
 
 def sentencepiece(meta: Mapping[str, Any]) -> dict:
@@ -103,11 +114,18 @@ def sentencepiece(meta: Mapping[str, Any]) -> dict:
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": undo},
         "model": {
-            "type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
-            "vocab": vocab, "merges": [[a, b] for *_, a, b in merges],
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": unknown,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": vocab,
+            "merges": [[a, b] for *_, a, b in merges],
         },
-    }  # fmt: skip
+    }
 
 
 KINDS = {"gpt2": byte_level, "llama": sentencepiece}

@@ -38,9 +38,7 @@ def join_heads(parts: list[np.ndarray], config: ModelConfig) -> np.ndarray:
 def fuse_qkv(config: ModelConfig) -> Transform:
     """q, k, v weights [out, in] (or biases [out]) → the fused projection laid out per kv head."""
     return Transform(
-        "fuse q, k, v",
-        lambda t: join_heads([x.T for x in t], config),
-        lambda p: [x.T for x in split_heads(p, config)],
+        "fuse q, k, v", lambda t: join_heads([x.T for x in t], config), lambda p: [x.T for x in split_heads(p, config)]
     )
 
 
@@ -76,11 +74,7 @@ GEMMA = Layout(
         ("post_mlp_norm", "post_feedforward_layernorm"),
     )
 )
-LAYOUTS: dict[str, Layout] = {
-    "gemma2": GEMMA,
-    "gemma3": GEMMA,
-    "phi3": Layout(qkv="qkv_proj", gate_up="gate_up_proj"),
-}
+LAYOUTS: dict[str, Layout] = {"gemma2": GEMMA, "gemma3": GEMMA, "phi3": Layout(qkv="qkv_proj", gate_up="gate_up_proj")}
 """Family → layout; families that are not listed use Llama's names."""
 
 
@@ -143,9 +137,7 @@ def model_rules(config: ModelConfig, prefix: str = "model.", head: str = "lm_hea
     layout = LAYOUTS.get(config.family, LLAMA)
     rules = [Rule("embedder/embedding", (f"{prefix}embed_tokens.weight",), COPY)]
     for i in range(config.num_layers):
-        rules += layer_rules(
-            config, f"layers/{i}", f"{prefix}layers.{i}", moe=config.is_moe_layer(i), layout=layout
-        )  # fmt: skip
+        rules += layer_rules(config, f"layers/{i}", f"{prefix}layers.{i}", moe=config.is_moe_layer(i), layout=layout)
     rules.append(Rule("final_norm/scale", (f"{prefix}norm.weight",), COPY))
     if not config.tie_embeddings:
         rules.append(Rule("head/kernel", (head,), TRANSPOSE))

@@ -185,9 +185,7 @@ def base(raw: dict, family: str, architecture: str, *, theta: float = 10000.0, *
 def llama(raw: dict) -> ModelConfig:
     """Llama 1–3.x, SmolLM2, TinyLlama."""
     bias = bool(get(raw, "attention_bias", False))
-    return base(
-        raw, "llama", "LlamaForCausalLM", qkv_bias=bias, out_bias=bias, mlp_bias=bool(get(raw, "mlp_bias", False))
-    )  # fmt: skip
+    return base(raw, "llama", "LlamaForCausalLM", qkv_bias=bias, out_bias=bias, mlp_bias=bool(get(raw, "mlp_bias", False)))
 
 
 def mistral(raw: dict) -> ModelConfig:
@@ -241,10 +239,19 @@ def phi3(raw: dict) -> ModelConfig:
 
 
 GEMMA2_DEFAULTS = dict(
-    vocab_size=256000, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
-    num_key_value_heads=4, head_dim=256, max_position_embeddings=8192, query_pre_attn_scalar=256, sliding_window=4096,
-    eos_token_id=1, bos_token_id=2,
-)  # fmt: skip
+    vocab_size=256000,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=26,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    max_position_embeddings=8192,
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+    eos_token_id=1,
+    bos_token_id=2,
+)
 GEMMA3_DEFAULTS = GEMMA2_DEFAULTS | dict(vocab_size=262208, max_position_embeddings=131072)
 
 

@@ -128,11 +128,17 @@ class DFlashDrafter(Drafter):
         windows = [w if self.window is None else min(self.window, w or self.window) for w in c.windows]
         attends = [
             PagedAttend.behind(
-                ctx.cache.page_table, base, layers[0].k.shape[1], positions, valid, positions,
-                self.visible(own, causal, batch), sink=self.sink,
+                ctx.cache.page_table,
+                base,
+                layers[0].k.shape[1],
+                positions,
+                valid,
+                positions,
+                self.visible(own, causal, batch),
+                sink=self.sink,
             )
             for own, causal in zip(c.windows, self.draft.causal, strict=True)
-        ]  # fmt: skip
+        ]
         x = dflash_model.embed(params, self.draft, ctx.params, tokens)
         return dflash_model.run_block(params, self.draft, x, positions, attends, layers, windows)
 
@@ -155,9 +161,12 @@ class DFlashDrafter(Drafter):
         else:
             probs, ids = top_k(jax.nn.log_softmax(base, axis=-1), self.topk)
             tree = best_first(
-                ctx.bonus, probs, self.to_target_ids(params, ids), num_nodes=self.num_draft_tokens,
+                ctx.bonus,
+                probs,
+                self.to_target_ids(params, ids),
+                num_nodes=self.num_draft_tokens,
                 whole_families=self.draft.causal_head,
-            )  # fmt: skip
+            )
         return self.proposal(tree, DFlashState(layers), ctx)
 
     def to_target_ids(self, params, ids: Int[Array, "*R"]) -> Int[Array, "*R"]:
@@ -223,9 +232,15 @@ class DFlashDrafter(Drafter):
         state = dflash_heads.initial_state(self.draft, ctx.bonus.shape[0])
         probs, ids, state = continuations(0, ctx.bonus[:, None], state)
         tree, _ = grow(
-            ctx.bonus, probs[:, 0], ids[:, 0], expand, state,
-            num_steps=self.num_steps, topk=self.topk, num_draft_tokens=self.num_draft_tokens,
-        )  # fmt: skip
+            ctx.bonus,
+            probs[:, 0],
+            ids[:, 0],
+            expand,
+            state,
+            num_steps=self.num_steps,
+            topk=self.topk,
+            num_draft_tokens=self.num_draft_tokens,
+        )
         return tree
 
 
@@ -288,9 +303,7 @@ def resolve(spec: SpecConfig, config: ModelConfig, draft) -> SpecConfig:
         raise ConfigError(f"min_draft_survival={survival} shortens chains: topk={topk} must be 1")
     lossless = spec.accept_threshold_single == 1 and spec.accept_threshold_acc == 1
     rejection = spec.use_rejection_sampling or (own.sequential and topk == 1 and lossless)
-    return dataclasses.replace(
-        spec, num_steps=steps, topk=topk, num_draft_tokens=nodes, use_rejection_sampling=rejection
-    )  # fmt: skip
+    return dataclasses.replace(spec, num_steps=steps, topk=topk, num_draft_tokens=nodes, use_rejection_sampling=rejection)
 
 
 def min_draft_survival(spec: SpecConfig) -> float:

@@ -45,7 +45,7 @@ class EagleDrafter(Drafter):
     The key/value entries that a beam sees are those of its own ancestors, as in EAGLE's own code and as heads are
     trained. SGLang instead keeps one scratch column per beam index, so that after a re-selection a beam may read the
     entries of a branch it does not continue. Answers are the same (verification is exact); accepted lengths differ by
-    little, since the best path mostly stays in column 0: `benchmarks/eagle_ancestors.py` measures -0.3 to +0.4 %.
+    little, since the best path mostly stays in column 0 (-0.3 to +0.4 %, `benchmarks/results/eagle_ancestors.md`).
 
     Attributes:
       draft: the head.
@@ -53,7 +53,6 @@ class EagleDrafter(Drafter):
       window, sink: how far back the head attends, and how many leading positions it sees regardless; None for all.
       sampled: draw chains from the draft's distribution and keep it, for rejection sampling and block verification.
       static_tree: EAGLE-1's fixed tree in place of the dynamic one.
-      column_beams: SGLang's scratch columns, for the measurement named above.
     """
 
     draft: EagleConfig
@@ -64,7 +63,6 @@ class EagleDrafter(Drafter):
     sink: int = 0
     sampled: bool = False
     static_tree: StaticTree | None = None
-    column_beams: bool = False
 
     @property
     def name(self) -> str:
@@ -189,18 +187,21 @@ class EagleDrafter(Drafter):
         k = self.topk
 
         def expand(level: int, tokens, parent, visible, aux):
-            if self.column_beams:
-                own = jnp.tile(jnp.eye(k, dtype=bool), (1, level + 1))
-                visible = pack_bits(jnp.broadcast_to(own, (tokens.shape[0], *own.shape)))
             levels = tuple(i for i in range(level + 1) for _ in range(k))
             out, aux = self.level(params, ctx, level, tokens, parent, visible, levels, aux)
             return *self.best(params, ctx, out, k), aux
 
         probs, ids = self.best(params, ctx, state.hidden, k)
         tree, (layers, _) = grow(
-            ctx.bonus, probs, ids, expand, (state.layers, state.hidden[:, None]),
-            num_steps=self.num_steps, topk=k, num_draft_tokens=self.num_draft_tokens,
-        )  # fmt: skip
+            ctx.bonus,
+            probs,
+            ids,
+            expand,
+            (state.layers, state.hidden[:, None]),
+            num_steps=self.num_steps,
+            topk=k,
+            num_draft_tokens=self.num_draft_tokens,
+        )
         return tree, layers
 
     def grow_static(self, params, state: EagleState, ctx: RoundContext) -> tuple[DraftTree, tuple[LayerKV, ...]]:
@@ -212,9 +213,7 @@ class EagleDrafter(Drafter):
             return self.best(params, ctx, out, ranks)[1], aux
 
         _, first = self.best(params, ctx, state.hidden, ranks)
-        tree, (layers, _) = grow_static(
-            ctx.bonus, first, expand, (state.layers, state.hidden[:, None]), self.static_tree
-        )  # fmt: skip
+        tree, (layers, _) = grow_static(ctx.bonus, first, expand, (state.layers, state.hidden[:, None]), self.static_tree)
         return tree, layers
 
     def grow_sampled(self, params, state: EagleState, ctx: RoundContext) -> tuple[DraftTree, tuple[LayerKV, ...]]:
@@ -228,10 +227,16 @@ class EagleDrafter(Drafter):
             return self.logits(params, ctx, out[:, 0]), aux
 
         tree, (layers, _) = sampled_chain(
-            ctx.bonus, self.logits(params, ctx, state.hidden), extend, (state.layers, state.hidden[:, None]), ctx.keys,
-            ctx.sampling, num_steps=self.num_steps, vocab_size=ctx.config.vocab_size,
+            ctx.bonus,
+            self.logits(params, ctx, state.hidden),
+            extend,
+            (state.layers, state.hidden[:, None]),
+            ctx.keys,
+            ctx.sampling,
+            num_steps=self.num_steps,
+            vocab_size=ctx.config.vocab_size,
             target_ids=params["target_ids"] if self.draft.reduced_vocab else None,
-        )  # fmt: skip
+        )
         return tree, layers
 
 

@@ -82,10 +82,16 @@ class PEagleDrafter(EagleDrafter):
         logits = self.logits(params, ctx, state.hidden[:, : self.num_steps])
         if self.sampled and ctx.sampling.any_sampled:
             tree, _ = sampled_chain(
-                ctx.bonus, logits[:, 0], lambda level, token, aux: (logits[:, level + 1], aux), None, ctx.keys, ctx.sampling,
-                num_steps=self.num_steps, vocab_size=ctx.config.vocab_size,
+                ctx.bonus,
+                logits[:, 0],
+                lambda level, token, aux: (logits[:, level + 1], aux),
+                None,
+                ctx.keys,
+                ctx.sampling,
+                num_steps=self.num_steps,
+                vocab_size=ctx.config.vocab_size,
                 target_ids=params["target_ids"] if self.draft.reduced_vocab else None,
-            )  # fmt: skip
+            )
         else:
             ids = eagle_model.to_target_ids(params, self.draft, jnp.argmax(logits, -1).astype(jnp.int32))
             tree = chain(jnp.concatenate([ctx.bonus[:, None], ids], 1))

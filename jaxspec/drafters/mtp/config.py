@@ -71,11 +71,7 @@ class MtpConfig:
         return cls(**data | {"layers": ModelConfig.from_json(data["layers"])})
 
 
-FAMILIES: dict[str, dict] = {
-    "deepseek": {},
-    "mimo": {"hidden_first": True, "zero_first_embedding": True},
-    "qwen3_next": {},
-}
+FAMILIES: dict[str, dict] = {"deepseek": {}, "mimo": {"hidden_first": True, "zero_first_embedding": True}, "qwen3_next": {}}
 """Family → what differs from `MtpConfig`'s defaults."""
 
 

@@ -266,9 +266,15 @@ class MtpDrafter(Drafter):
 
         probs, ids = self.best(params, ctx, 0, state.hidden[:, 0], self.topk)
         tree, (pool, _) = grow(
-            ctx.bonus, probs, ids, expand, (state.layers[0], state.hidden),
-            num_steps=self.num_steps, topk=self.topk, num_draft_tokens=self.num_draft_tokens,
-        )  # fmt: skip
+            ctx.bonus,
+            probs,
+            ids,
+            expand,
+            (state.layers[0], state.hidden),
+            num_steps=self.num_steps,
+            topk=self.topk,
+            num_draft_tokens=self.num_draft_tokens,
+        )
         return tree, pool
 
     def grow_sampled(self, params, state: MtpState, ctx: RoundContext) -> tuple[DraftTree, LayerKV]:
@@ -282,9 +288,15 @@ class MtpDrafter(Drafter):
             return self.logits(params, ctx, 0, hidden[:, 0]), aux
 
         tree, (pool, _) = sampled_chain(
-            ctx.bonus, self.logits(params, ctx, 0, state.hidden[:, 0]), extend, (state.layers[0], state.hidden), ctx.keys,
-            ctx.sampling, num_steps=self.num_steps, vocab_size=ctx.config.vocab_size,
-        )  # fmt: skip
+            ctx.bonus,
+            self.logits(params, ctx, 0, state.hidden[:, 0]),
+            extend,
+            (state.layers[0], state.hidden),
+            ctx.keys,
+            ctx.sampling,
+            num_steps=self.num_steps,
+            vocab_size=ctx.config.vocab_size,
+        )
         return tree, pool
 
 

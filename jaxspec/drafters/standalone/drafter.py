@@ -95,9 +95,16 @@ class StandaloneDrafter(Drafter):
         positions = base[:, None] + jnp.arange(T)
         valid = jnp.arange(T)[None] < count[:, None]
         out = paged_forward(
-            params, self.draft, self.embed(params, tokens), state.layers, ctx.cache.page_table, base,
-            positions, valid, fresh=ctx.fresh,
-        )  # fmt: skip
+            params,
+            self.draft,
+            self.embed(params, tokens),
+            state.layers,
+            ctx.cache.page_table,
+            base,
+            positions,
+            valid,
+            fresh=ctx.fresh,
+        )
         last = jnp.maximum(count - 1, 0)[:, None, None]
         hidden = jnp.take_along_axis(out.hidden, last, 1)[:, 0]
         return StandaloneState(out.layers, jnp.where((count > 0)[:, None], hidden, state.hidden))
@@ -125,18 +132,31 @@ class StandaloneDrafter(Drafter):
             del parent
             entries = base[:, None] + jnp.arange((level + 1) * k)[None] // k
             out = paged_forward(
-                params, self.draft, self.embed(params, tokens), layers, ctx.cache.page_table, base,
-                jnp.broadcast_to(base[:, None] + level, (batch, k)), jnp.broadcast_to(ctx.active[:, None], (batch, k)),
-                inflight_positions=entries, visible=visible,
-            )  # fmt: skip
+                params,
+                self.draft,
+                self.embed(params, tokens),
+                layers,
+                ctx.cache.page_table,
+                base,
+                jnp.broadcast_to(base[:, None] + level, (batch, k)),
+                jnp.broadcast_to(ctx.active[:, None], (batch, k)),
+                inflight_positions=entries,
+                visible=visible,
+            )
             probs, ids = self.best(params, out.hidden)
             return probs, ids, out.layers
 
         probs, ids = self.best(params, state.hidden)
         tree, layers = grow(
-            ctx.bonus, probs, ids, expand, state.layers,
-            num_steps=self.num_steps, topk=k, num_draft_tokens=self.num_draft_tokens,
-        )  # fmt: skip
+            ctx.bonus,
+            probs,
+            ids,
+            expand,
+            state.layers,
+            num_steps=self.num_steps,
+            topk=k,
+            num_draft_tokens=self.num_draft_tokens,
+        )
         return self.proposal(tree, state._replace(layers=layers), ctx)
 
 
@@ -164,7 +184,10 @@ def build(target, draft, spec: SpecConfig) -> tuple[StandaloneDrafter, dict]:
     if vocabulary is not None and len(vocabulary) < spec.topk:
         raise ConfigError(f"topk={spec.topk} is more than the {len(vocabulary)} tokens that target and draft have in common")
     drafter = StandaloneDrafter(
-        draft=draft.config, num_steps=spec.num_steps, topk=spec.topk, num_draft_tokens=spec.num_draft_tokens,
+        draft=draft.config,
+        num_steps=spec.num_steps,
+        topk=spec.topk,
+        num_draft_tokens=spec.num_draft_tokens,
         vocabulary=vocabulary,
-    )  # fmt: skip
+    )
     return drafter, tree

@@ -104,9 +104,15 @@ class UnoDrafter(Drafter):
         rows = jnp.broadcast_to(jnp.arange(self.block_size), tokens.shape)
         target = uno_model.adapted(ctx.params, params, self.adapter.scale, (rows > 0)[..., None], self.adapter)
         out = paged_forward(
-            target, config, decoder.embed(ctx.params, config, tokens), ctx.cache.layers, ctx.cache.page_table, base,
-            base[:, None] + rows, jnp.broadcast_to(ctx.active[:, None], rows.shape),
-        )  # fmt: skip
+            target,
+            config,
+            decoder.embed(ctx.params, config, tokens),
+            ctx.cache.layers,
+            ctx.cache.page_table,
+            base,
+            base[:, None] + rows,
+            jnp.broadcast_to(ctx.active[:, None], rows.shape),
+        )
         return decoder.unembed(ctx.params, config, out.hidden, exact=True), out.layers
 
     def process(self, ctx: RoundContext, logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:

@@ -118,9 +118,15 @@ def check_end_to_end(folder: Path) -> float:
     a = case.arrays
     prompt, new = a["prompt_ids"].tolist(), len(a["output_ids"]) - len(a["prompt_ids"])
     batch = open_batch(
-        target, [prompt], draft=head, algorithm="DFLASH", ignore_eos=True, max_new_tokens=new, page_size=PAGE_SIZE,
+        target,
+        [prompt],
+        draft=head,
+        algorithm="DFLASH",
+        ignore_eos=True,
+        max_new_tokens=new,
+        page_size=PAGE_SIZE,
         prefill_chunk=4,
-    )  # fmt: skip
+    )
     batch.prefill()
     program, state = batch.program, batch.state
     propose, check = jax.jit(draft, static_argnums=0), jax.jit(verify, static_argnums=0)

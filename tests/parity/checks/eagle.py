@@ -168,9 +168,16 @@ def check_end_to_end(folder: Path) -> float:
     spec = SpecConfig(num_steps=shape["depth"] + 1, topk=shape["topk"], num_draft_tokens=shape["total"])
     output, rounds = case.arrays["output_ids"], len(case.arrays["accepted"])
     batch = open_batch(
-        target, [prompt], draft=head, algorithm=head.config.algorithm, spec=spec, ignore_eos=True,
-        max_new_tokens=len(output) - len(prompt) + shape["depth"] + 2, page_size=PAGE_SIZE, prefill_chunk=4,
-    )  # fmt: skip
+        target,
+        [prompt],
+        draft=head,
+        algorithm=head.config.algorithm,
+        spec=spec,
+        ignore_eos=True,
+        max_new_tokens=len(output) - len(prompt) + shape["depth"] + 2,
+        page_size=PAGE_SIZE,
+        prefill_chunk=4,
+    )
     batch.prefill()
     program, state = batch.program, batch.state
     propose = jax.jit(draft, static_argnums=0)

@@ -104,9 +104,16 @@ class Steps:
             pool = drafter.init(self.draft.tree, 1, NUM_PAGES, PAGE_SIZE, 64, jnp.float32).layers[0]
         entries = None if entries is None else jnp.asarray(entries)[None]
         return run_layer(
-            drafter, self.draft.tree, ctx, jnp.asarray(tokens)[None], jnp.asarray(hidden)[None], pool,
-            jnp.asarray(positions)[None], entries, visible,
-        )  # fmt: skip
+            drafter,
+            self.draft.tree,
+            ctx,
+            jnp.asarray(tokens)[None],
+            jnp.asarray(hidden)[None],
+            pool,
+            jnp.asarray(positions)[None],
+            entries,
+            visible,
+        )
 
     def logits(self, normed) -> jax.Array:
         """The target's head on a normed state."""
@@ -133,9 +140,14 @@ class Steps:
         children = jax.lax.top_k(last, k)[1]
         self.case.compare("level1.token_ids", children)
         out = self.run(
-            children, jnp.repeat(prefill.normed[0, -1:], k, 0), prefill.cache, P, a["level1.positions"],
-            entries=a["level1.positions"], visible=pack_bits(jnp.eye(k, dtype=bool)[None]),
-        )  # fmt: skip
+            children,
+            jnp.repeat(prefill.normed[0, -1:], k, 0),
+            prefill.cache,
+            P,
+            a["level1.positions"],
+            entries=a["level1.positions"],
+            visible=pack_bits(jnp.eye(k, dtype=bool)[None]),
+        )
         worst = max(worst, self.compare("level1", out))
 
         self.case.compare("extend.hidden", features[P : P + len(a["extend.hidden"])])

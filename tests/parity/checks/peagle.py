@@ -31,9 +31,14 @@ def check_parallel_draft(case: Case, target, head) -> float:
     state, prompt = fresh, a["prompt_ids"]
     for begin, end in ((0, 4), (4, P)):  # two chunks: the mask slots of the first one must leave no trace
         state = drafter.prefill(
-            params, state, context(target, begin, prompt), jnp.asarray(prompt[begin:end])[None],
-            jnp.asarray(prompt[end : end + 1])[None], jnp.asarray(a["features"][begin:end])[None], jnp.full(1, end - begin),
-        )  # fmt: skip
+            params,
+            state,
+            context(target, begin, prompt),
+            jnp.asarray(prompt[begin:end])[None],
+            jnp.asarray(prompt[end : end + 1])[None],
+            jnp.asarray(a["features"][begin:end])[None],
+            jnp.full(1, end - begin),
+        )
     tree = drafter.propose(params, state, context(target, P, prompt)).tree
     case.compare("draft_token_ids", tree.tokens[0, 1:])
     return max(error, case.compare("hidden", state.hidden[0], a["hidden"][P - 1 :]))

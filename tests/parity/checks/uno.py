@@ -34,9 +34,16 @@ def open_prompt(folder: Path, case: Case, rows: int, new: int) -> Batch:
     target = load_target(related(folder, "target"))
     adapter = load_draft(folder, target, dtype=jnp.float32)
     batch = open_batch(
-        target, [case.arrays["prompt_ids"].tolist()], draft=adapter, algorithm="UNO", spec=SpecConfig(num_draft_tokens=rows),
-        ignore_eos=True, max_new_tokens=new, page_size=PAGE_SIZE, prefill_chunk=4,
-    )  # fmt: skip
+        target,
+        [case.arrays["prompt_ids"].tolist()],
+        draft=adapter,
+        algorithm="UNO",
+        spec=SpecConfig(num_draft_tokens=rows),
+        ignore_eos=True,
+        max_new_tokens=new,
+        page_size=PAGE_SIZE,
+        prefill_chunk=4,
+    )
     batch.prefill()
     fields = {f.name: getattr(batch.program.drafter, f.name) for f in dataclasses.fields(UnoDrafter)}
     batch.program = dataclasses.replace(batch.program, drafter=RecordedNoise(**fields))
@@ -76,9 +83,15 @@ def check_draft(folder: Path) -> float:
         state, tree = draft(program, target.tree, params | {"noise": noise}, state)
         base = state.cache.length
         out = paged_forward(
-            target.tree, config, decoder.embed(target.tree, config, tree.tokens), state.cache.layers, state.cache.page_table,
-            base, base[:, None] + tree.depth, tree.valid,
-        )  # fmt: skip
+            target.tree,
+            config,
+            decoder.embed(target.tree, config, tree.tokens),
+            state.cache.layers,
+            state.cache.page_table,
+            base,
+            base[:, None] + tree.depth,
+            tree.valid,
+        )
         checked = decoder.unembed(target.tree, config, out.hidden)
         return logits[0], tree.tokens[0], checked[0], verify(program, target.tree, params, state, tree)
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec import prefill
+from jaxspec.engine import sizes
 from jaxspec.engine.blocks import choose_size, pack_prefill
 from jaxspec.engine.messages import Limits
 
-SIZES, LONG_SIZES = prefill.SIZES["gpu"], prefill.LONG_SIZES["gpu"]
+SIZES, LONG_SIZES = sizes.SIZES["gpu"], sizes.LONG_SIZES["gpu"]
 
 
 @dataclasses.dataclass
@@ -26,18 +26,27 @@ class Filling:
 
 
 def limits(**changes) -> Limits:
-    sizes = dict(
-        buckets=(1,), prefill_sizes=SIZES, block=64, long_sizes=LONG_SIZES, max_len=1 << 17, total_pages=1,
-        page_size=16, max_accept=1, slack=1, key_lookahead=0, max_ends=prefill.ENDS,
-    )  # fmt: skip
-    return Limits(**{**sizes, **changes})
+    settings = dict(
+        buckets=(1,),
+        prefill_sizes=SIZES,
+        block=64,
+        long_sizes=LONG_SIZES,
+        max_len=1 << 17,
+        total_pages=1,
+        page_size=16,
+        max_accept=1,
+        slack=1,
+        key_lookahead=0,
+        max_ends=sizes.ENDS,
+    )
+    return Limits(**{**settings, **changes})
 
 
 @pytest.mark.parametrize(
     ("rows", "last"), [(1, 1), (2, 2), (3, 4), (5, 8), (33, 64), (64, 64), (65, 128), (128, 128), (129, 192), (1000, 1024)]
 )
 def test_tables_come_in_few_sizes(rows, last):
-    buckets = prefill.buckets_for(rows)
+    buckets = sizes.buckets_for(rows)
     assert buckets[-1] == last >= rows
     assert list(buckets) == sorted(set(buckets))
     assert all(size < rows for size in buckets[:-1])
@@ -57,7 +66,7 @@ def test_tables_come_in_few_sizes(rows, last):
     ],
 )
 def test_rows_have_room_in_few_sizes(positions, context, capacity):
-    assert prefill.capacity_for(positions, context) == capacity
+    assert sizes.capacity_for(positions, context) == capacity
 
 
 @given(st.integers(1, 200), st.integers(1, 200))
@@ -71,9 +80,13 @@ def test_a_program_is_at_most_a_third_padding(blocks, most):
 
 @settings(deadline=None)
 @given(
-    st.lists(st.integers(1, 9000), min_size=1, max_size=40), st.sampled_from([64, 512, 8192]), st.booleans(), st.booleans(),
-    st.booleans(), st.booleans(),
-)  # fmt: skip
+    st.lists(st.integers(1, 9000), min_size=1, max_size=40),
+    st.sampled_from([64, 512, 8192]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
 def test_prompts_are_taken_in_whole_with_little_padding(fills, budget, allow_long, separate, long, anywhere):
     """Pass after pass: every position once and in order, at most a third of what is launched is padded blocks."""
     bounds = limits(separate_blocks=separate, long_sizes=LONG_SIZES if long else (), long_anywhere=anywhere)
