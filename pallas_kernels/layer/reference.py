@@ -12,7 +12,7 @@ from pallas_kernels.lora.reference import gated_lora
 from pallas_kernels.product.reference import add_up
 
 
-def rms_norm(x: Float[Array, "*R E"], scale: Float[Array, "... E"], eps: float, plus_one: bool = False) -> Float[Array, "*R E"]:
+def rms_norm(x: Float[Array, "*R E"], scale: Float[Array, "*#R E"], eps: float, plus_one: bool = False) -> Float[Array, "*R E"]:
     """Root-mean-square norm (Zhang & Sennrich 2019) in float32; with `plus_one` the stored scale is w - 1 (Gemma)."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
