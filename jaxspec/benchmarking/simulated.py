@@ -25,7 +25,7 @@ class SimulatedAcceptance:
     `jaxspec.round.Program.verifier`; not lossless, of course.
     """
 
-    length: float
+    length: float | int
     verifier: Verifier = Verifier()
 
     def __post_init__(self):

@@ -158,7 +158,8 @@ def test_orders_end_rows_clear_tables_and_grant_pages():
         for row, count in capacity.items():
             slots[row] = count
         left = np.array(rows.rounds_left) if rounds == table.KEEP else np.full(ROWS, rounds)
-        cache = dataclasses.replace(rows.cache, page_table=jnp.asarray(pages))
+        pages, slots, done, left = (jnp.asarray(x) for x in (pages, slots, done, left))
+        cache = dataclasses.replace(rows.cache, page_table=pages)
         assert_same(after, dataclasses.replace(rows, cache=cache, capacity=slots, done=done, rounds_left=left))
 
 

@@ -32,7 +32,7 @@ def test_only_what_cudnn_takes_goes_there(monkeypatch, head_size, fused, window)
     found, _ = attention.row_attend(None, *rows(head_size), **options)
     assert calls == ["cudnn"] * fused and asked == [window is not None] * fused
     q, *entries = rows(head_size)
-    wanted = rows_reference.unrolled(q, [entries], **options)
+    wanted = rows_reference.unrolled(q, [tuple(entries)], **options)
     np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), rtol=3e-2, atol=3e-2)
 
 

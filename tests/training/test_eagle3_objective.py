@@ -10,6 +10,7 @@ from jaxspec.drafters.eagle import model as eagle_model
 from jaxspec.models.attend import causal_attend
 from jaxspec.training import attention, eagle3
 from jaxspec.training.objective import View, merge
+from pallas_kernels.attention import rows_reference
 from tests import tiny
 from tests.training.numpy_model import Layer, accept_shares, chains, double, log_softmax, rms
 
@@ -69,7 +70,7 @@ def official(objective, params, view):
 
 @pytest.mark.parametrize("chunk", [5, 256])
 def test_the_loss_is_the_official_one(chunk, monkeypatch):
-    monkeypatch.setattr(attention, "CHUNK", chunk)
+    monkeypatch.setattr(rows_reference, "CHUNK", chunk)
     target = tiny.target()
     objective, params = made(target, steps_ahead=3)
     view = random_view(target)
@@ -98,7 +99,7 @@ def plain_attend(cache, q, k, v, *, scale, window, softcap):
 @pytest.mark.parametrize("window, softcap", [(None, None), (1, 3.0), (2, None), (5, None)])
 def test_attention_in_chunks_equals_attention_at_once(window, softcap, monkeypatch):
     """Values and gradients, first pass against `causal_attend`, too."""
-    monkeypatch.setattr(attention, "CHUNK", 4)
+    monkeypatch.setattr(rows_reference, "CHUNK", 4)
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(3, 2, 11, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     options = {"scale": 0.3, "window": window, "softcap": softcap}

@@ -77,7 +77,7 @@ def test_a_pass_attends_to_first_entries_and_its_own(window):
     for s in range(3):
         q, k, v = (rng.normal(size=(B, T, n, D)).astype(np.float32) for n in (H, K, K))
         passes.append((k, v))
-        out, cache = unrolled_attend(cache, q, k, v, scale=0.5, window=window, softcap=5.0)
+        out, cache = unrolled_attend(cache, *map(jnp.asarray, (q, k, v)), scale=0.5, window=window, softcap=5.0)
         for b, i, h in np.ndindex(B, T, H):
             seen = [(j, passes[0][0][b, j, h // 2], passes[0][1][b, j, h // 2]) for j in range(i + 1)]
             seen += [(i + n, passes[n][0][b, i, h // 2], passes[n][1][b, i, h // 2]) for n in range(1, s + 1)]
