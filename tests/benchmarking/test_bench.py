@@ -103,11 +103,9 @@ def test_gpus_share_a_suite(tmp_path, capfd, monkeypatch):
     assert rows[8, 8192] == 1.5
     assert list(tmp_path.glob(".*")) == []
     capfd.readouterr()
-    with pytest.raises(ConfigError, match="a file that exists"):  # before anything is measured
-        bench.main([*command, "--readme", str(tmp_path / "README.md")])
     with pytest.raises(ConfigError, match="--gpus 2"):
         bench.main(["round", "--target", "tiny", "--gpus", "2"])
-    assert shares.without(["a", "--gpus", "2", "--json=x", "--readme", "y", "b"], "--gpus", "--json", "--readme") == ["a", "b"]
+    assert shares.without(["a", "--gpus", "2", "--json=x", "--share", "b"], "--gpus", "--json") == ["a", "--share", "b"]
 
 
 def test_compare_finds_equal_tokens(tmp_path, capsys):
