@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -133,7 +134,8 @@ def test_fused_projection_is_laid_out_per_kv_head():
     rng = np.random.default_rng(0)
     weights = [rng.normal(size=(heads * 4, 6)).astype(np.float32) for heads in (6, 2, 2)]
     kernel, x = hf.fuse_qkv(config).join(weights), rng.normal(size=(1, 2, 6)).astype(np.float32)
-    for got, weight in zip(split_qkv(x @ kernel, config.num_kv_heads, config.head_dim), weights, strict=True):
+    y = jnp.asarray(x @ kernel)
+    for got, weight in zip(split_qkv(y, config.num_kv_heads, config.head_dim), weights, strict=True):
         np.testing.assert_allclose(got.reshape(1, 2, -1), x @ weight.T, rtol=1e-5, atol=1e-5)
 
 
