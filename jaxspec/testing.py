@@ -27,6 +27,8 @@ from jaxspec.kvcache import is_pool
 from jaxspec.round import Program, context
 
 PAGE_SIZE = 4
+ROUNDS = 4
+"""Rounds after which `check_state` looks."""
 
 
 def check_drafter(
@@ -178,7 +180,7 @@ def check_state(
     spec: SpecConfig | None = None,
     max_new_tokens: int = 24,
 ) -> int:
-    """After each round the drafter proposes what it would propose had it taken in the same text as a prompt.
+    """After each of the first rounds the drafter proposes what it would propose had it taken in the same text as a prompt.
 
     So `update` was given the right tokens and features and made the right thing of them; answers alone do not show that, since
     verification makes them right whatever is drafted. A twentieth of the nodes may differ: rounding decides near ties.
@@ -188,7 +190,7 @@ def check_state(
     """
     given = {"algorithm": algorithm, "draft": draft, "spec": spec}
     begun, branched, same, nodes = start(params, prompts, **given, max_new_tokens=max_new_tokens), 0, 0, 0
-    while True:
+    for _ in range(ROUNDS):
         before = np.asarray(begun.state.cache.length)
         tree = jax.tree.map(np.asarray, _propose(begun.program, begun.tree, begun.draft_tree, begun.state).tree)
         begun.run(1)

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -84,7 +85,7 @@ def test_a_trained_layer_is_a_mimo_layer(tmp_path):
     """A layer for a plain Llama target, written for other engines, comes back as it was."""
     target = tiny.target()
     objective = training.build(target.config)
-    tree, _ = objective.init(jax.random.key(0), target.tree, np.arange(tiny.VOCAB))
+    tree, _ = objective.init(jax.random.key(0), target.tree, jnp.arange(tiny.VOCAB))
     folder = tmp_path / "trained"
     folder.mkdir()
     shards = store.save(((path, np.asarray(x)) for path, x in flatten(tree).items()), folder / "params")

@@ -18,7 +18,7 @@ def test_a_corpus_in_the_parameters_becomes_a_parameter_of_the_drafter(tmp_path)
     path = tmp_path / "c.jsonl"
     path.write_text(json.dumps("abcd"))
     spec = SpecConfig(options=NgramConfig(external_corpus_path=str(path), external_sam_budget=2))
-    spec = registry.resolve("NGRAM", spec, None)
+    spec = registry.resolve("NGRAM", spec, tiny.config())
     target = SimpleNamespace(tokenizer=lambda text: list(text.encode()), config=SimpleNamespace(vocab_size=256))
     drafter, params = ngram.build(target, None, spec)
     assert drafter.num_draft_tokens == 12 and drafter.config.external_corpus_path == str(path)
@@ -26,10 +26,10 @@ def test_a_corpus_in_the_parameters_becomes_a_parameter_of_the_drafter(tmp_path)
 
 
 def test_a_given_history_brings_its_own_match_parameters_and_contents():
-    spec = registry.resolve("NGRAM", SpecConfig(num_draft_tokens=5), None)
+    spec = registry.resolve("NGRAM", SpecConfig(num_draft_tokens=5), tiny.config())
     assert ngram.build(None, None, spec) == (ngram.NgramDrafter(5), None)
     given = NgramHistory(NgramConfig(max_trie_depth=3, device_nodes=64))
-    spec = registry.resolve("NGRAM", SpecConfig(num_draft_tokens=5), None, given)
+    spec = registry.resolve("NGRAM", SpecConfig(num_draft_tokens=5), tiny.config(), given)
     target = SimpleNamespace(tokenizer=None, config=SimpleNamespace(vocab_size=9))
     drafter, params = ngram.build(target, given, spec)
     assert drafter == ngram.NgramDrafter(5, given.config) and params.trie is given.arrays().trie
@@ -40,9 +40,9 @@ def test_a_given_history_brings_its_own_match_parameters_and_contents():
 
 def test_parameters_of_other_algorithms_are_refused():
     with pytest.raises(ConfigError, match="num_steps and topk"):
-        registry.resolve("NGRAM", SpecConfig(num_steps=3, topk=1, num_draft_tokens=4), None)
+        registry.resolve("NGRAM", SpecConfig(num_steps=3, topk=1, num_draft_tokens=4), tiny.config())
     with pytest.raises(ConfigError, match="external_sam_budget=12"):
-        registry.resolve("NGRAM", SpecConfig(options={"ngram_external_sam_budget": 12}), None)
+        registry.resolve("NGRAM", SpecConfig(options={"ngram_external_sam_budget": 12}), tiny.config())
 
 
 def test_output_with_history_and_corpus_equals_plain_decoding():

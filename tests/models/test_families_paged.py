@@ -69,15 +69,17 @@ def verified(name: str, tree: DraftTree) -> np.ndarray:
 def of_paths(name: str, tree: DraftTree) -> np.ndarray:
     """The same from a dense forward over the text and each node's path."""
     tokens, parents = np.asarray(tree.tokens)[0], np.asarray(tree.parent)[0]
-    found = []
+    paths = []
     for node in range(tree.num_nodes):
         path = []
         while node >= 0:
             path.insert(0, tokens[node])
             node = parents[node]
-        whole = np.concatenate([text(name, LENGTH), path])[None]
-        found.append(np.asarray(jaxspec.forward(model(name), jnp.asarray(whole)).logits[0, -1]))
-    return np.stack(found)
+        paths.append(path)
+    longest = max(map(len, paths))
+    texts = np.stack([np.concatenate([text(name, LENGTH), path, np.zeros(longest - len(path))]) for path in paths])
+    logits = np.asarray(jaxspec.forward(model(name), jnp.asarray(texts, jnp.int32)).logits)
+    return np.stack([logits[i, LENGTH + len(path) - 1] for i, path in enumerate(paths)])
 
 
 def tree_of(name: str, kind: str) -> DraftTree:
