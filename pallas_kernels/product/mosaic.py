@@ -72,7 +72,7 @@ class Tiling:
 
     def gates(self, rows: int, inputs: int, outputs: int) -> bool:
         """Whether the kernel can end in silu(gate) · value: of whole tiles, half of each gates and half values."""
-        halves = self.columns % (2 * UNIT * self.consumers) == 0 and self.parts(inputs, outputs).max() == 1
+        halves = self.columns % (2 * UNIT * self.consumers) == 0 and int(self.parts(inputs, outputs).max()) == 1
         return self.fits(rows, inputs, outputs) and halves
 
     def pieces(self, tokens: int, gated: bool = False) -> list[tuple[int, int]]:
