@@ -211,7 +211,7 @@ def _multiply(
 @functools.partial(jax.jit, static_argnames=("tiling", "dtype", "gated", "interpret"))  # lowered once for all layers
 def partial_products(
     x: Float[Array, "R K"], w: Float[Array, "K N"], tiling: Tiling, *, dtype=jnp.float32, gated: bool = False, interpret=None
-) -> Float[Array, "parts R N"]:
+) -> Float[Array, "parts R M"]:
     """x @ w in partial sums; where `tiling.parts` has fewer for a tile than for others, what lies behind is not written.
 
     Args:

@@ -21,7 +21,7 @@ from tests.engine.cases import NAMES, Case, case_of, texts
 
 BRANCHING = ("standalone tree", "eagle3 tree", "mtp one layer", "uno tree")
 """Trees in which paths other than the first rows are accepted, so that the test sees which rows are taken."""
-ALWAYS = ("standalone tree", "eagle3 tree", "dflash chain")
+ALWAYS = ("eagle3 tree", "dflash chain")  # the tree of a draft model goes through `check_drafter` in tests/test_testing.py
 
 
 @pytest.mark.parametrize("name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
@@ -58,7 +58,10 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name, kind, update", MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize(
+    "name, kind, update",
+    [pytest.param(*m, id=n, marks=[pytest.mark.slow] if n.startswith("MTP") else []) for n, m in MISTAKES.items()],
+)
 def test_a_mistake_in_what_a_round_tells_the_drafter_is_seen(name, kind, update):
     made = case_of(name)
     drafter, tree = mistaken(kind, made, update=update)
